@@ -361,7 +361,7 @@ def test_they_are_registered_and_keep_the_protocol() -> None:
         (needles, {"template": "{value} is the number of {key}."}, "{key} before {value}"),
         (needles, {"key": "ID"}, "expected a text with {id} alone"),
         (needles, {"breaks": frozenset({"-"})}, "no piece of the text is among breaks"),
-        (MQAR, {"fillers": "ones"}, "fillers is 'ones', expected one of zero, random"),
+        (MQAR, {"fillers": "ones"}, "fillers is 'ones', expected 'zero' or 'random'"),
         (TinyMath, {"operations": ("+", "^")}, "operations is ('+', '^'), expected some of +, -, *, /"),
         (TinyMath, {"phrasings": "seen"}, "phrasings is 'seen', expected 'all' or 'held-out'"),
         (TinyMath, {"operands": "all"}, "operands is 'all', expected 'held-out' or 'seen'"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ..checks import require, shown, suggestion, whole
+from ..checks import in_range, refuse, require, shown, suggestion, whole
 from ..registry import Registry
 
 E = TypeVar("E")
@@ -23,6 +23,31 @@ Settings = Mapping[str, Mapping[str, Any]]
 def hashed(text: str, size: int = 8) -> int:
     """Return a number of `size` bytes that depends on the text alone, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")
+
+
+MOST = 2**40
+"""Sizes beyond this are mistakes."""
+
+
+def check_sizes(task: Any, **least: int) -> None:
+    """Check that fields of a task are whole numbers, at least as large as given."""
+    for name, low in least.items():
+        whole(type(task).__name__, name, getattr(task, name), low, MOST)
+
+
+def check_span(task: Any, name: str, low: int, high: int = MOST) -> None:
+    """Check that a field of a task is (least, most), whole numbers from `low` to `high`."""
+    span = getattr(task, name)
+    two = isinstance(span, (tuple, list)) and len(span) == 2 and all(type(n) is int for n in span)
+    if not (two and low <= span[0] <= span[1] <= high):
+        bounds = f"{low} <= least <= most" + ("" if high == MOST else f" <= {high}")
+        raise refuse(type(task).__name__, name, span, f"(least, most), whole numbers with {bounds}")
+
+
+def check_share(task: Any) -> None:
+    """Check that the field `share` of a task is a number above 0, at most 1."""
+    in_range(type(task).__name__, "share", task.share, low=0.0, strict=True)
+    in_range(type(task).__name__, "share", task.share, high=1.0, strict=False)
 
 
 def check_place(call: str, seed: Any, index: Any) -> None:

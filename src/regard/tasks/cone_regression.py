@@ -19,12 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, number, whole
-from .base import Stackable, generator, on_cpu, tasks
+from ..checks import ArgumentError, number
+from .base import Stackable, check_sizes, generator, on_cpu, tasks
 
 CALL = "ConeRegression"
-MOST = 2**40
-"""The largest size that is accepted."""
 LEAST_RIDGE = 1e-8
 """Ridge of the oracle without noise."""
 
@@ -67,8 +65,7 @@ class ConeRegression(Stackable[ConeExamples]):
     query_noise: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("dim", "length", "segment"):
-            whole(CALL, name, getattr(self, name), 1, MOST)
+        check_sizes(self, dim=1, length=1, segment=1)
         for name in ("noise", "query_noise"):
             number(CALL, name, getattr(self, name), low=0.0)
         count, rest = divmod(self.length, self.segment)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..checks import require
-from .base import Settings, tasks
-from .tokens import TokenExample, TokenTask, check_sizes, continued
+from .base import Settings, check_sizes, tasks
+from .tokens import TokenExample, TokenTask, continued
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import flag, require, whole
-from .base import Stackable, generator, on_cpu, tasks
+from ..checks import flag, require
+from .base import Stackable, check_sizes, generator, on_cpu, tasks
 
 CALL = "CrossDocumentRecall"
 
@@ -66,8 +66,7 @@ class CrossDocumentRecall(Stackable[RecallExamples]):
     shuffled: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("keys", "values", "pairs", "documents", "reads"):
-            whole(CALL, name, getattr(self, name), 1, 2**40)
+        check_sizes(self, keys=1, values=1, pairs=1, documents=1, reads=1)
         flag(CALL, "shuffled", self.shuffled)
         many = f"pairs is {self.pairs}, expected at most the {self.keys} keys, since a document has no key twice"
         require(self.pairs <= self.keys, CALL, f"{many}; give fewer pairs or more keys.")

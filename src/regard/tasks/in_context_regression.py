@@ -13,11 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import whole
-from .base import Named, Settings, Stackable, on_cpu, tasks
+from .base import Named, Settings, Stackable, check_sizes, on_cpu, tasks
 from .cone_regression import ConeRegression
-
-CALL = "InContextRegression"
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class InContextRegression(Named, Stackable[RegressionPrompts]):
     noise: float = 0.1
 
     def __post_init__(self) -> None:
-        whole(CALL, "queries", self.queries, 1, 2**40)
+        check_sizes(self, queries=1)
         _ = self.cones  # checks the other numbers
 
     @cached_property

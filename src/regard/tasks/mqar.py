@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import in_range, refuse, require
-from .base import Settings, tasks
-from .tokens import TokenExample, TokenTask, check_sizes, example_of
-
-FILLERS = ("zero", "random")
+from ..checks import in_range, one_of, require
+from .base import Settings, check_sizes, tasks
+from .tokens import TokenExample, TokenTask, example_of
 
 
 @tasks.register("mqar")
@@ -57,8 +55,7 @@ class MQAR(TokenTask):
         check_sizes(self, tokens=4, length=4, pairs=1)
         call, keys = type(self).__name__, self.tokens // 2 - 1
         in_range(call, "power", self.power, low=0.0, strict=True)
-        if self.fillers not in FILLERS:
-            raise refuse(call, "fillers", self.fillers, f"one of {', '.join(FILLERS)}")
+        one_of(call, "fillers", self.fillers, ("zero", "random"))
         short = f"length is {self.length}, too short for {self.pairs} pairs and as many queries"
         hint = f"with a place behind each; give a length of at least {4 * self.pairs} or fewer pairs"
         require(4 * self.pairs <= self.length, call, f"{short} {hint}.")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..checks import require
-from .base import Settings, tasks
-from .tokens import TokenExample, TokenTask, check_share, check_sizes, continued
+from .base import Settings, check_share, check_sizes, tasks
+from .tokens import TokenExample, TokenTask, continued
 
 BLANK, PAIR, QUERY, FIRST = 0, 1, 2, 3
 """Tokens: a blank, between key and value, before a query, and the first letter."""

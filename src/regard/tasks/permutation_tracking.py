@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..checks import require
-from .base import Settings, tasks
-from .tokens import TokenExample, TokenTask, check_sizes, check_span, example_of
+from .base import Settings, check_sizes, check_span, tasks
+from .tokens import TokenExample, TokenTask, example_of
 
 
 @tasks.register("permutation-tracking")

