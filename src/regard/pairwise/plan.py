@@ -24,6 +24,8 @@ FAR = 2**48
 """Positions are cut here, which leaves room for their sums in int64."""
 Sizes: TypeAlias = "tuple[int, int, int, int, int, int, int]"
 """B, H, Hkv, Tq, Tk, D and Dv of a call."""
+Tensors: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
+"""Query, key and value."""
 MOST = 1024
 """Plans that are kept."""
 _SIMPLE, _PLAIN = {type(None), bool, int, float, str}, set(PLAIN)
@@ -52,13 +54,7 @@ class Plan(NamedTuple):
     as_given: bool
 
 
-def plan_of(
-    spec: Spec,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    options: tuple[Any, ...],
-    others: tuple[Any, Any, Any],
-    impl: str,
-) -> Plan:
+def plan_of(spec: Spec, tensors: Tensors, options: tuple[Any, ...], others: tuple[Any, Any, Any], impl: str) -> Plan:
     """Return the plan of a call with options (is_causal, exclude_self, window, query_offset, scale, enable_gqa,
     return_diagnostics) and others (attn_mask, segment_ids, params). It is kept if there are no others and impl is
     "auto"."""
@@ -78,7 +74,7 @@ def plan_of(
     return plan
 
 
-def _signature(spec: Spec, tensors: tuple[Tensor, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _signature(spec: Spec, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return all that `_plan` depends on as a key, or None for a call with further tensors, or one that is recorded or
     transformed. Types are part of it, since True equals 1."""
     types = tuple(map(type, options))
@@ -94,13 +90,7 @@ def _signature(spec: Spec, tensors: tuple[Tensor, ...], options: tuple[Any, ...]
     )  # fmt: skip
 
 
-def _plan(
-    spec: Spec,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    options: tuple[Any, ...],
-    others: tuple[Any, Any, Any],
-    impl: str,
-) -> Plan:
+def _plan(spec: Spec, tensors: Tensors, options: tuple[Any, ...], others: tuple[Any, Any, Any], impl: str) -> Plan:
     """Check the arguments of a call and choose the implementation."""
     is_causal, exclude_self, window, query_offset, scale, enable_gqa, return_diagnostics = options
     attn_mask, segment_ids, params = others
@@ -125,34 +115,23 @@ def _plan(
     every = {**numbers, **local}
     grown = [x for x in (*tensors, scale, *every.values()) if isinstance(x, Tensor)]
     problem = Problem(
-        spec,
-        *sizes,
-        dtype=query.dtype,
-        device=device.type,
-        causal=is_causal or exclude_self,
-        strict=exclude_self,
-        window=window,
+        spec, *sizes, dtype=query.dtype, device=device.type,
+        causal=is_causal or exclude_self, strict=exclude_self, window=window,
         offset=None if isinstance(offset, Tensor) else offset,
         mask=None if mask is None else ("keys" if mask.shape[-2] == 1 else "pairs"),
         params=tuple([n for n, p in every.items() if isinstance(p, Tensor)]),
         numbers=tuple([(n, p) for n, p in every.items() if not isinstance(p, Tensor)]),
         scale="tensor" if isinstance(scale, Tensor) else "number",
         gradient=torch.is_grad_enabled() and any(x.requires_grad for x in grown),
-        diagnostics=return_diagnostics,
-        transformed=transformed(),
-        segments=runs is not None,
-    )
+        diagnostics=return_diagnostics, transformed=transformed(), segments=runs is not None,
+    )  # fmt: skip
     implementation = choose(problem, impl)
-    native = bool(getattr(implementation, "native", _never)(problem))
-    raw = native and bool(getattr(implementation, "raw", _never)(problem))
+    native = bool(getattr(implementation, "native", lambda _: False)(problem))
+    raw = native and bool(getattr(implementation, "raw", lambda _: False)(problem))
     visibility = (queries, keys, problem.causal, exclude_self, window, offset, mask, runs)
     plain = native and not (raw or spec.degree or hasattr(implementation, "clean"))
     as_given = plain and scale_in_range(dim, scale, query.dtype) and readable(*tensors)
     return Plan(problem, implementation, scale, numbers, local, visibility, native, raw, as_given)
-
-
-def _never(problem: Problem) -> bool:
-    return False
 
 
 def _number(
@@ -160,10 +139,9 @@ def _number(
 ) -> float | Tensor:
     """Check a parameter; return a number or a tensor [B, H, Tq], [B, H, Tq, 1 or D] for a local linear model."""
     label = f"params[{name!r}]"
-    if name not in LOCAL_LINEAR or not isinstance(value, Tensor):
-        return row_number(CALL, label, value, rows[:3], dtype, device)
-    if value.dim() < 4:
-        return row_number(CALL, label, value, rows[:3], dtype, device)[..., None]  # type: ignore[index]
+    if name not in LOCAL_LINEAR or not isinstance(value, Tensor) or value.dim() < 4:
+        number = row_number(CALL, label, value, rows[:3], dtype, device)
+        return number[..., None] if name in LOCAL_LINEAR and isinstance(number, Tensor) else number
     checks.floating(CALL, label, value)
     checks.broadcastable(CALL, label, value, rows)
     checks.on_device(CALL, label, value, device)

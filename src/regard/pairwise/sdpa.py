@@ -12,7 +12,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .diagnostics import Diagnostics
 from .dispatch import Cost, Implementation, Inputs, Problem, register_impl
-from .visibility import Visibility
 
 LIMIT = 2**22
 """Most pairs of a mask that is built here, from a mask over keys and causal order."""
@@ -35,10 +34,8 @@ class SDPA(Implementation):
             return "has no forward-mode derivatives"
         if problem.segments:
             return "has no segments"
-        if problem.mask == "pairs":
-            return None  # the caller already holds Tq x Tk
-        if problem.mask == "keys" and not problem.positional:
-            return None
+        if problem.mask == "pairs" or (problem.mask == "keys" and not problem.positional):
+            return None  # the caller already holds Tq x Tk, or all queries see the same keys
         if problem.mask == "keys":
             size = problem.batch * problem.queries * problem.keys
             if isinstance(size, torch.SymInt) and torch.compiler.is_exporting():
@@ -46,9 +43,11 @@ class SDPA(Implementation):
             return None if size <= LIMIT else f"would build a mask of {size:,} pairs (limit {LIMIT:,})"
         if problem.window is not None or problem.strict:
             return "has no window and no strictly causal order without a mask of Tq x Tk"
-        if problem.causal and (problem.queries != problem.keys or problem.offset != 0) and not _all_visible(problem):
-            return "aligns causal order to the first key, so that Tq must equal Tk (or be 1)"
-        return None
+        if not problem.causal or (problem.queries == problem.keys and problem.offset == 0):
+            return None
+        if problem.queries == 1 and problem.offset is not None and problem.offset >= problem.keys - 1:
+            return None
+        return "aligns causal order to the first key, so that Tq must equal Tk (or be 1)"
 
     def native(self, problem: Problem) -> bool:
         """Return whether torch can scale the scores. With 16 bits, only a GPU accumulates in float32."""
@@ -73,27 +72,20 @@ class SDPA(Implementation):
                 q = q * scale
             scale = 1.0
         dim, width = q.shape[3], v.shape[3]
-        if dim == width:
-            return self._attend(q, k, v, visible, scale), None
-        # torch's linear-memory kernel needs equal widths; padding with zeros changes no score and no output.
-        q, k, v = (pad(x, (0, max(dim, width) - x.shape[3])) for x in (q, k, v))
-        return self._attend(q, k, v, visible, scale)[..., :width], None
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visibility, scale: float) -> Tensor:
+        if dim != width:  # torch's linear-memory kernel needs equal widths; zeros change no score and no output
+            q, k, v = (pad(x, (0, max(dim, width) - x.shape[3])) for x in (q, k, v))
         grouped = False
         if k.shape[1] != q.shape[1]:  # a plain bool; comparing traced lengths would not give one
             grouped = True
         if visible.mask is None:
             causal = False if visible.queries == 1 else visible.causal  # one query sees every key here
-            return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-        mask = visible.block(0, visible.queries, 0, visible.keys, q.device)
-        mask = mask.expand(*mask.shape[:-2], visible.queries, visible.keys)
-        empty = ~mask.any(-1, keepdim=True)
-        # A row without keys attends to all keys and is zeroed below, so that the result does not depend on how
-        # torch's kernels treat an empty row, forward or backward.
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask | empty, scale=scale, enable_gqa=grouped)
-        return torch.where(empty, 0, out)
-
-
-def _all_visible(problem: Problem) -> bool:
-    return problem.queries == 1 and problem.offset is not None and problem.offset >= problem.keys - 1
+            out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        else:
+            mask = visible.block(0, visible.queries, 0, visible.keys, q.device)
+            mask = mask.expand(*mask.shape[:-2], visible.queries, visible.keys)
+            empty = ~mask.any(-1, keepdim=True)
+            # A row without keys attends to all keys and is then zeroed, so that the result does not depend on how
+            # torch's kernels treat an empty row, forward or backward.
+            out = scaled_dot_product_attention(q, k, v, attn_mask=mask | empty, scale=scale, enable_gqa=grouped)
+            out = torch.where(empty, 0, out)
+        return (out if dim == width else out[..., :width]), None

@@ -41,36 +41,28 @@ class Visibility:
         """Return a range of keys [low, high) that holds all keys visible to queries [first, last)."""
         if isinstance(self.offset, Tensor) or not self.positional:
             return 0, self.keys
-        low, high = 0, self.keys
-        reach = int(self.causal and self.strict)
-        if self.causal:
-            high = last - 1 + self.offset - reach + 1
-        if self.window is not None:
-            low = first + self.offset - reach - self.window + 1
-            high = high if self.causal else last - 1 + self.offset + self.window
+        ends = first + self.offset, last - 1 + self.offset
+        low, high = self._limits(ends[0])[0], self._limits(ends[1])[1]
         if self.runs is not None and self.runs.device.type == "cpu" and self.runs.numel() and last > first:
-            low = max(low, int(self.runs[0, :, self._position(first)].min()))
-            high = min(high, int(self.runs[1, :, self._position(last - 1)].max()))
+            start, stop = (min(max(at, 0), self.keys - 1) for at in ends)
+            low, high = max(low, int(self.runs[0, :, start].min())), min(high, int(self.runs[1, :, stop].max()))
         high = min(max(high, 0), self.keys)
         return min(max(low, 0), high), high
 
-    def _position(self, row: int) -> int:
-        """Return the key position of a query, limited to the existing keys."""
-        assert not isinstance(self.offset, Tensor)
-        return min(max(row + self.offset, 0), self.keys - 1)
+    def _limits(self, at: Any) -> tuple[Any, Any]:
+        """Return the range [low, high) that order and window allow queries at key positions `at`, ints or a tensor."""
+        if self.causal:
+            high = at if self.strict else at + 1
+            return 0 * at if self.window is None else high - self.window, high
+        if self.window is not None:
+            return at - self.window + 1, at + self.window
+        return 0 * at, 0 * at + self.keys
 
     def bounds(self, first: int, last: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the range of keys [low, high) of each query of [first, last), without the mask: int64 [B or 1, q]."""
         rows = torch.arange(first, last, device=device)
         at = rows[None] + (self.offset[:, None] if isinstance(self.offset, Tensor) else self.offset)
-        high = torch.full_like(at, self.keys)
-        low = torch.zeros_like(at)
-        if self.causal:
-            high = at + (0 if self.strict else 1)
-            if self.window is not None:
-                low = high - self.window
-        elif self.window is not None:
-            low, high = at - self.window + 1, at + self.window
+        low, high = self._limits(at)
         if self.runs is not None and self.keys:
             start, stop = self.runs[:, :, at[0].clamp(0, self.keys - 1)]
             low, high = torch.maximum(low, start), torch.minimum(high, stop)
