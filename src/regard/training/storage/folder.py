@@ -30,7 +30,7 @@ from ..fields import flag, from_mapping, read_mapping, to_mapping
 from ..validation import validate
 from .checkpoints import MANIFEST, checkpoints, fault, fingerprint, last_complete, seal, write_atomically, writing
 from .files import LOCK, MOST_JSON, is_plain_name, regular_size
-from .saved_model import load_tokenizer
+from .saved_model import load_tokenizer, read_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,13 +116,11 @@ def saved_config(out: Path, *, call: str) -> TrainConfig:
         if _holds_run(out):
             hint = " One was stopped while it began or was deleted; start again with --overwrite."
         raise ArgumentError(f"{call}: {out} holds no run; give the --out folder of a run, or omit --resume.{hint}")
-    listed = _read_run(out, call=call).get("files", {})
-    if "config.json" in listed:
-        _check_unchanged(out, "config.json", listed, call)
-    table = read_mapping(out / "config.json", call=call)
-    config = from_mapping(TrainConfig(), table, call=call, source=str(out / "config.json"))
+    _check_unchanged(out, "config.json", call)
+    path = out / "config.json"
+    config = from_mapping(TrainConfig(), read_mapping(path, call=call), call=call, source=str(path))
     config = replace(config, out=out, resume=False, overwrite=False)
-    validate(config, f"{call}: {out / 'config.json'}", new=False)
+    validate(config, f"{call}: {path}", new=False)
     return config
 
 
@@ -139,13 +137,16 @@ def _read_run(out: Path, *, call: str) -> dict[str, Any]:
     return table
 
 
-def _check_unchanged(out: Path, name: str, listed: dict[str, Any], call: str) -> None:
-    """Check that a file is unchanged since the run began."""
-    try:
-        same = regular_size(out / name) < MOST_JSON and fingerprint(out / name) == listed[name]
-    except OSError as error:
-        raise ArgumentError(f"{call}: cannot read {out / name}: {error.strerror or error}.") from None
-    require(same, call, f"{out / name} differs from what was written when the run began; restore the original.")
+def _check_unchanged(out: Path, part: str, call: str) -> None:
+    """Check that a file, or every file of a folder, is unchanged since the run began, if `run.json` lists it."""
+    for name, written in _read_run(out, call=call).get("files", {}).items():
+        if name != part and not (name.startswith(f"{part}/") and is_plain_name(name.removeprefix(f"{part}/"))):
+            continue
+        try:
+            same = regular_size(out / name) < MOST_JSON and fingerprint(out / name) == written
+        except OSError as error:
+            raise ArgumentError(f"{call}: cannot read {out / name}: {error.strerror or error}.") from None
+        require(same, call, f"{out / name} differs from what was written when the run began; restore the original.")
 
 
 def check_resume(config: TrainConfig, source: dict[str, Any], *, call: str) -> tuple[Path, list[str]]:
@@ -188,10 +189,7 @@ def check_source(out: Path, source: dict[str, Any], *, call: str) -> None:
 
 def saved_tokenizer(out: Path, *, call: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the run in `out`; raise `ArgumentError` if it cannot be read or has changed."""
-    listed = _read_run(out, call=call).get("files", {})
-    for name in listed:
-        if name.startswith("tokenizer/") and is_plain_name(name.removeprefix("tokenizer/")):
-            _check_unchanged(out, name, listed, call)
+    _check_unchanged(out, "tokenizer", call)
     tokenizer = load_tokenizer(out / "tokenizer", call=call)
     message = f"the tokenizer in {out / 'tokenizer'} has no pad_token, which training needs."
     require(tokenizer.pad_token is not None, call, message)
@@ -227,15 +225,11 @@ def task_run(path: Path, *, call: str) -> TrainConfig | None:
 
 def load_task_model(path: Path, *, call: str) -> PreTrainedModel:
     """Return the model of a run on a task; raise `ArgumentError` if there is none, or none that is intact."""
-    from ..quiet import quiet_transformers
-    from .saved_model import read_model
-
     folder = path / "model"
     require(folder.is_dir(), call, f"the run in {path} has saved no model yet; it is saved when the run ends.")
     reason = fault(folder, tokenizer=False)
     require(reason is None, call, f"the model in {folder} is damaged: {reason}; train it again with --overwrite.")
-    with quiet_transformers():
-        return read_model(folder, call=call)
+    return read_model(folder, call=call)
 
 
 def load_model(path: Path | str, *, call: str = "load_model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -248,19 +242,14 @@ def load_model(path: Path | str, *, call: str = "load_model") -> tuple[PreTraine
         ArgumentError: no such folder, a model that cannot be read (see `saved_model.read_model`) or that differs from
             its seal, or a tokenizer with more tokens than the model.
     """
-    from ..quiet import quiet_transformers
-    from .saved_model import read_model
-
     path = Path(path)
     if path.is_dir() and task_run(path, call=call) is not None:
         raise ArgumentError(f"{call}: the run in {path} is on a task, which has no text; `regard eval` scores it.")
     folder = _model_folder(path, call)
     reason = fault(folder) if (folder / MANIFEST).exists() else None
-    if reason is not None:
-        hint = f"delete the folder to use the last checkpoint, or only its {MANIFEST} if you changed it on purpose"
-        raise ArgumentError(f"{call}: the model in {folder} is damaged: {reason}; {hint}.")
-    with quiet_transformers():
-        model, tokenizer = read_model(folder, call=call), load_tokenizer(folder, call=call)
+    hint = f"delete the folder to use the last checkpoint, or only its {MANIFEST} if you changed it on purpose"
+    require(reason is None, call, f"the model in {folder} is damaged: {reason}; {hint}.")
+    model, tokenizer = read_model(folder, call=call), load_tokenizer(folder, call=call)
     most, size = max(tokenizer.get_vocab().values(), default=0), model.config.vocab_size
     apart = f"has token ids up to {most}, but its model has 0 to {size - 1}; they do not belong together"
     require(most < size, call, f"the tokenizer in {folder} {apart}.")

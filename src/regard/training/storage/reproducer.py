@@ -1,6 +1,5 @@
 """A step with numbers that are not finite: what is kept of it, and how to run it again."""
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from ...checks import ArgumentError
 from ..device import gathered
-from ..quiet import quiet_transformers
 from .files import regular_size
 from .saved_model import read_model
 
@@ -49,8 +48,7 @@ def rerun(folder: str | Path) -> str | None:
     What is in memories with fast weights, which earlier steps wrote, is not part of the weights.
     """
     path = Path(folder)
-    with quiet_transformers():
-        model = read_model(path, call="rerun").train()
+    model = read_model(path, call="rerun").train()
     try:
         regular_size(path / BATCH)
         inputs: dict[str, Any] = load_file(path / BATCH)
@@ -79,17 +77,13 @@ def first_non_finite(model: nn.Module, inputs: dict[str, Any]) -> str:
         if not torch.isfinite(gathered(parameter)).all():
             return f"parameter {name}"
     outputs: list[str] = []
+    names = {module: name for name, module in model.named_modules()}
 
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensors = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point())
-            if not outputs and not all(torch.isfinite(x).all() for x in tensors):
-                outputs.append(f"output of {name or 'the model'} ({type(module).__name__})")
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        tensors = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point())
+        if module in names and not outputs and not all(torch.isfinite(x).all() for x in tensors):
+            outputs.append(f"output of {names[module] or 'the model'} ({type(module).__name__})")
 
-        return hook
-
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            hooks.enter_context(module.register_forward_hook(watch(name)))
+    with register_module_forward_hook(watch):
         model(**inputs)
     return outputs[0] if outputs else "the loss itself (every output of a module is finite)"

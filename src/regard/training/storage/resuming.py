@@ -98,13 +98,11 @@ def _check_optimizer(saved: Any, optimizer: torch.optim.Optimizer, unchanged: se
     numbers = [number for group in fresh["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     expect(not set(states) - set(numbers), "has the state of a parameter that the model does not have")
+    muon = isinstance(optimizer, torch.optim.Muon)
+    names = ("momentum_buffer",) if muon else ("step", "exp_avg", "exp_avg_sq")
     for number, parameter in zip(numbers, parameters, strict=True):
         if number in states:
-            where = f"of parameter {number}"
-            if isinstance(optimizer, torch.optim.Muon):
-                _check_tensors(states[number], parameter, where, ("momentum_buffer",))
-            else:
-                _check_moments(states[number], parameter, where, step)
+            _check_moments(states[number], names, parameter, f"of parameter {number}", step)
         else:
             expect(id(parameter) in unchanged, f"has no state of parameter {number}")
 
@@ -124,26 +122,19 @@ def _check_group(group: Any, expected: dict[str, Any]) -> None:
         expect(fits, f"{name} is {rate!r}, expected a number from 0 to {most}")
 
 
-def _check_moments(state: Any, parameter: Tensor, where: str, step: int) -> None:
-    """Check AdamW's moments of a parameter, and its number of steps."""
-    expect(isinstance(state, dict) and "step" in state, f"the state {where} is incomplete")
-    count = state["step"]
-    scalar = isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32
-    expect(scalar, f"step {where} is no scalar")
-    expect(count.item() in range(1, step + 1), f"step {where} is {count.item()}, expected 1 to {step}")
-    moments = {name: moment for name, moment in state.items() if name != "step"}
-    _check_tensors(moments, parameter, where, ("exp_avg", "exp_avg_sq"))
-    expect(not state["exp_avg_sq"].lt(0).any(), f"exp_avg_sq {where} is negative")
-
-
-def _check_tensors(state: Any, parameter: Tensor, where: str, names: tuple[str, ...]) -> None:
-    """Check that a state has these tensors alone, with shape, dtype and strides of the parameter, and finite."""
+def _check_moments(state: Any, names: tuple[str, ...], parameter: Tensor, where: str, step: int) -> None:
+    """Check that a state has these tensors alone: the moments finite, with shape, dtype and strides of the parameter,
+    squares not negative, and the number of steps as float32."""
     expect(isinstance(state, dict) and state.keys() == set(names), f"the state {where} is incomplete")
     for name, moment in state.items():
         expect(type(moment) is Tensor and moment.layout == torch.strided, f"{name} {where} is not a tensor")
-        same = (moment.shape, moment.dtype, moment.stride()) == (parameter.shape, parameter.dtype, parameter.stride())
-        expect(same, f"{name} {where} is {_kind(moment)}, expected {_kind(parameter)}")
+        like = torch.empty((), dtype=torch.float32) if name == "step" else parameter
+        same = (moment.shape, moment.dtype, moment.stride()) == (like.shape, like.dtype, like.stride())
+        expect(same, f"{name} {where} is {_kind(moment)}, expected {_kind(like)}")
         expect(bool(moment.isfinite().all()), f"{name} {where} is not finite")
+        expect(name != "exp_avg_sq" or not moment.lt(0).any(), f"{name} {where} is negative")
+        if name == "step":
+            expect(moment.item() in range(1, step + 1), f"step {where} is {moment.item()}, expected 1 to {step}")
 
 
 def _check_scheduler(saved: Any, fresh: dict[str, Any], step: int) -> None:

@@ -22,6 +22,7 @@ from ...checks import ArgumentError, require
 from ..config import MOST_LAYERS
 from ..errors import expect, one_error
 from ..fields import read_mapping
+from ..quiet import quiet_transformers
 from .files import is_plain_name, regular_size
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def load_weights(folder: Path, *, call: str) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name, (file, _) in saved.items()}
 
 
+@quiet_transformers()
 def read_model(folder: Path, *, call: str) -> PreTrainedModel:
     """Return the causal language model in a folder; raise `ArgumentError` if there is none, its config is too large or
     does not fit its tensors, or a tensor is not finite."""
@@ -159,15 +161,16 @@ def _check_tensors(kind: type[PreTrainedModel], config: PreTrainedConfig, saved:
             raise ValueError(f"{name} is saved as {piece.get_dtype()}, expected one of {', '.join(_FLOATS)}")
 
 
+@quiet_transformers()
 def load_tokenizer(folder: Path, *, call: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a folder; raise `ArgumentError` if a file is missing, damaged or inconsistent."""
     from transformers import PreTrainedTokenizerFast
 
     backend = _backend(folder / "tokenizer.json", call)
     settings = _settings(folder / "tokenizer_config.json", backend, call)
-    settings |= {"model_input_names": ["input_ids", "attention_mask"]}
+    inputs = ["input_ids", "attention_mask"]
     with one_error(f"{call}: cannot load the tokenizer in {folder}"):
-        return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, **settings)
 
 
 def _backend(path: Path, call: str) -> Tokenizer:
@@ -222,13 +225,20 @@ def _settings(path: Path, backend: Tokenizer, call: str) -> dict[str, Any]:
     if not path.exists() and not path.is_symlink():
         return {}
     table = read_mapping(path, call=call)
-    names = (name for name in _SPECIAL if table.get(name) is not None)
-    settings: dict[str, Any] = {name: _token(table[name], name, path, backend, call) for name in names}
+
+    def token(name: str, given: Any) -> str:
+        word: Any = given.get("content") if isinstance(given, dict) else given
+        require(isinstance(word, str), call, f"{name} in {path} is {given!r}, expected a token.")
+        known = backend.token_to_id(word) is not None
+        require(known, call, f"{name} in {path} is {word!r}, which is not in the vocabulary.")
+        return word
+
+    settings: dict[str, Any] = {name: token(name, table[name]) for name in _SPECIAL if table.get(name) is not None}
     extra = table.get("extra_special_tokens") or table.get("additional_special_tokens") or []
     extra = list(extra.values()) if isinstance(extra, dict) else extra
     require(isinstance(extra, list), call, f"extra_special_tokens in {path} is {extra!r}, expected a list.")
     if extra:
-        settings["extra_special_tokens"] = [_token(one, "extra_special_tokens", path, backend, call) for one in extra]
+        settings["extra_special_tokens"] = [token("extra_special_tokens", one) for one in extra]
     for name in _FLAGS:
         if table.get(name) is not None:
             require(isinstance(table[name], bool), call, f"{name} in {path} is {table[name]!r}, expected a flag.")
@@ -236,11 +246,3 @@ def _settings(path: Path, backend: Tokenizer, call: str) -> dict[str, Any]:
     side = table.get("padding_side", "right")
     require(side in ("left", "right"), call, f"padding_side in {path} is {side!r}, expected 'left' or 'right'.")
     return {**settings, "padding_side": side}
-
-
-def _token(given: Any, name: str, path: Path, backend: Tokenizer, call: str) -> str:
-    word: Any = given.get("content") if isinstance(given, dict) else given
-    require(isinstance(word, str), call, f"{name} in {path} is {given!r}, expected a token.")
-    known = backend.token_to_id(word) is not None
-    require(known, call, f"{name} in {path} is {word!r}, which is not in the vocabulary.")
-    return word
