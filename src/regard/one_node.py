@@ -52,33 +52,33 @@ def own(x: Tensor) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
-    ctx.save_for_backward(*tensors)
-    ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
 
 
 def _derivative(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a backward pass that runs the function again under autograd."""
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = iter(ctx.saved_tensors)
         again = torch.is_grad_enabled()
         with torch.enable_grad():
-            inputs = [next(saved) if other is None else other[0] for other in ctx.others]
+            inputs = [x if other is None else other for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
             if not again:
                 real = [isinstance(x, Tensor) and x.is_floating_point() for x in inputs]
                 inputs = [x.detach().requires_grad_() if leaf else x for x, leaf in zip(inputs, real, strict=True)]
             results = function(*inputs)
             outputs = (results,) if isinstance(results, Tensor) else results
-            moved = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
-            leaves = [inputs[i] for i in moved]
-            slopes = torch.autograd.grad(outputs, leaves, grads, create_graph=again, allow_unused=True)
-        every: list[Tensor | None] = [None] * len(inputs)
-        for i, slope in zip(moved, slopes, strict=True):
-            every[i] = slope
-        return tuple(every)
+            leaves = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad}
+            slopes = torch.autograd.grad(outputs, [*leaves.values()], grads, create_graph=again, allow_unused=True)
+        found = dict(zip(leaves, slopes, strict=True))
+        return tuple(found.get(i) for i in range(len(inputs)))
 
     return backward
+
+
+def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that makes a function, which changes no argument, the operator `regard::name`."""
+    return torch.library.custom_op(f"regard::{name}", mutates_args=(), schema=schema)
 
 
 Keep = Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[tuple[Tensor | None, ...], tuple[Any, ...]]]

@@ -1,4 +1,4 @@
-"""Weights of blocks of scores, and the conversion of a call to the arguments of a torch operator and back.
+"""Weights of blocks of scores.
 
 `Rows` computes the weights of a block and their derivative: here with torch operations for any weighting, in `cpu` with
 loops over rows. The latter also mark the keys with weight, so that later products skip all other keys.
@@ -15,12 +15,9 @@ from torch import Tensor
 
 from ...grammar import RowStats, Spec
 from ...grammar.kernels import Params
-from ...precision import PLAIN
 from ..diagnostics import counts
-from ..dispatch import Inputs
-from ..visibility import Visibility
 from . import live_rows
-from .blocks import ELEMENTS, Block, Work
+from .blocks import ELEMENTS, Block
 
 FLOATS = 6
 """Numbers kept per row: top, theta, reach, mass, support, effective sample size."""
@@ -98,70 +95,10 @@ SOLVERS: dict[str, type[Rows]] = {"blocked": Rows}
 """Implementation name to its `Rows`."""
 
 
-ENCODED = (
-    "Tensor? mask, Tensor? moved, Tensor? runs, float ridge_number, bool counted, str solver, str spec, str[] names, "
-    "float[] numbers, bool causal, bool strict, SymInt? window, SymInt offset"
-)
-"""The result of `encoded` in the schema of an operator. The spec is JSON, so that a stored graph is self-contained;
-`names` are those of the row parameters, then those of `numbers`."""
-
-
-def given_of(inputs: Inputs) -> Tensor | None:
-    """Return the row parameters [P, B, H, Tq] that are tensors; None where none is."""
-    q = inputs.q
-    tensors = [p.to(q.dtype).expand(q.shape[:3]) for p in inputs.params.values() if isinstance(p, Tensor)]
-    return torch.stack(tensors) if tensors else None
-
-
-def work_of(solver: str, inputs: Inputs) -> Work:
-    """Return the call without its tensors."""
-    numbers = {n: p for n, p in inputs.params.items() if not isinstance(p, Tensor)}
-    names = [n for n in inputs.params if n not in numbers]
-    ridge = 0.0 if isinstance(inputs.ridge, Tensor) else inputs.ridge
-    rows, heads = SOLVERS[solver](inputs.spec), _heads(inputs.q, inputs.k)
-    return Work(inputs.spec, rows, names, numbers, inputs.visible, *heads, ridge, inputs.diagnostics)
-
-
-def encoded(solver: str, work: Work) -> tuple[Any, ...]:
-    """Return the call as arguments of an operator."""
-    visible = work.visible
-    offset, moved = (0, visible.offset) if isinstance(visible.offset, Tensor) else (visible.offset, None)
-    return (
-        visible.mask, moved, visible.runs, work.ridge, work.counted, solver, work.spec.to_json(),
-        [*work.names, *work.numbers], [*work.numbers.values()], visible.causal, visible.strict, visible.window, offset,
-    )  # fmt: skip
-
-
-def decoded(
-    q: Tensor, k: Tensor, mask: Any, moved: Any, runs: Any, ridge: float, counted: bool, solver: str, spec: str,
-    names: list[str], numbers: list[float], causal: bool, strict: bool, window: int | None, offset: int,
-) -> Work:  # fmt: skip
-    """Return the call from the result of `encoded`, for queries q and keys k."""
-    at = offset if moved is None else moved
-    visible = Visibility(q.shape[2], k.shape[2], causal, strict, window, at, mask, runs)
-    rows, count = rows_of(solver, spec), len(names) - len(numbers)
-    named = dict(zip(names[count:], numbers, strict=True))
-    return Work(rows.spec, rows, list(names[:count]), named, visible, *_heads(q, k), ridge, counted)
-
-
-def _heads(q: Tensor, k: Tensor) -> tuple[int, int, int]:
-    """Return H, Hkv and N."""
-    return q.shape[1], k.shape[1], q.shape[0] * q.shape[1]
-
-
 @lru_cache(maxsize=256)
 def rows_of(solver: str, spec: str) -> Rows:
     """Return the `Rows` of that name for the Spec of that JSON."""
     return SOLVERS[solver](Spec.from_json(spec))
-
-
-def at_once(inputs: Inputs) -> bool:
-    """Return whether the operator's function can be called directly, since no graph is recorded."""
-    recorded = inputs.problem.gradient or torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if recorded or inputs.q.is_meta or torch._C._len_torch_dispatch_stack():
-        return False
-    given = (inputs.q, inputs.k, inputs.v, inputs.visible.mask, inputs.ridge, inputs.probe, *inputs.params.values())
-    return all(type(x) in PLAIN for x in given if isinstance(x, Tensor))
 
 
 def flat(x: Tensor) -> Tensor:

@@ -12,30 +12,64 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from ...one_node import differentiable
-from ...precision import full_precision
+from ...one_node import differentiable, operator
+from ...precision import PLAIN, full_precision
 from ..diagnostics import Diagnostics, diagnose
 from ..dispatch import Cost, Implementation, Inputs, Problem, register_impl
+from ..visibility import Visibility
 from . import local_linear
-from .block_rows import (
-    ENCODED,
-    FLAGS,
-    FLOATS,
-    Rows,
-    at_once,
-    decoded,
-    encoded,
-    flat,
-    given_of,
-    rows_of,
-    unpack,
-    work_of,
-)
+from .block_rows import FLAGS, FLOATS, SOLVERS, Rows, flat, rows_of, unpack
 from .blocks import ELEMENTS, Work, new_marks
 from .local_linear import SLOPE, STATISTICS, Tensors, flattened
 
 TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? x, Tensor? y, Tensor? ridge, Tensor? probe, Tensor? given"
 COUNT = 8
+ENCODED = (
+    "Tensor? mask, Tensor? moved, Tensor? runs, float ridge_number, bool counted, str solver, str spec, str[] names, "
+    "float[] numbers, bool causal, bool strict, SymInt? window, SymInt offset"
+)
+"""The result of `encoded` in the schema of an operator. The spec is JSON, so that a stored graph is self-contained;
+`names` are those of the row parameters, then those of `numbers`."""
+
+
+def work_of(solver: str, inputs: Inputs) -> tuple[Work, Tensor | None]:
+    """Return the call without its tensors, and the row parameters [P, B, H, Tq] that are tensors, or None."""
+    q, params = inputs.q, inputs.params
+    given = {n: p.to(q.dtype).expand(q.shape[:3]) for n, p in params.items() if isinstance(p, Tensor)}
+    numbers: Any = {n: p for n, p in params.items() if n not in given}
+    ridge = 0.0 if isinstance(inputs.ridge, Tensor) else inputs.ridge
+    rows, heads = SOLVERS[solver](inputs.spec), _heads(q, inputs.k)
+    work = Work(inputs.spec, rows, list(given), numbers, inputs.visible, *heads, ridge, inputs.diagnostics)
+    return work, torch.stack(list(given.values())) if given else None
+
+
+def encoded(solver: str, work: Work) -> tuple[Any, ...]:
+    """Return the call as arguments of an operator."""
+    visible = work.visible
+    offset, moved = (0, visible.offset) if isinstance(visible.offset, Tensor) else (visible.offset, None)
+    return (
+        visible.mask, moved, visible.runs, work.ridge, work.counted, solver, work.spec.to_json(),
+        [*work.names, *work.numbers], [*work.numbers.values()], visible.causal, visible.strict, visible.window, offset,
+    )  # fmt: skip
+
+
+def decoded(
+    q: Tensor, k: Tensor, mask: Any, moved: Any, runs: Any, ridge: float, counted: bool, solver: str, spec: str,
+    names: list[str], numbers: list[float], causal: bool, strict: bool, window: int | None, offset: int,
+) -> Work:  # fmt: skip
+    """Return the call from the result of `encoded`, for queries q and keys k."""
+    at = offset if moved is None else moved
+    visible = Visibility(q.shape[2], k.shape[2], causal, strict, window, at, mask, runs)
+    rows, count = rows_of(solver, spec), len(names) - len(numbers)
+    named = dict(zip(names[count:], numbers, strict=True))
+    return Work(rows.spec, rows, list(names[:count]), named, visible, *_heads(q, k), ridge, counted)
+
+
+def _heads(q: Tensor, k: Tensor) -> tuple[int, int, int]:
+    """Return H, Hkv and N."""
+    return q.shape[1], k.shape[1], q.shape[0] * q.shape[1]
+
+
 Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -77,11 +111,7 @@ def _outputs(rows: Rows, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> O
     )
 
 
-@torch.library.custom_op(
-    "regard::blocked_forward",
-    mutates_args=(),
-    schema=f"({TENSORS}, {ENCODED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@operator("blocked_forward", f"({TENSORS}, {ENCODED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 def forward(*arguments: Any) -> Outputs:
     """Call `run`."""
     return run(decoded(*arguments[:2], *arguments[COUNT:]), *arguments[:COUNT])
@@ -92,10 +122,9 @@ def _(q, k, v, x, y, ridge, probe, given, mask, moved, runs, number, counted, so
     return _outputs(rows_of(solver, spec), q, k, v, x)
 
 
-@torch.library.custom_op(
-    "regard::blocked_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad, {TENSORS}, Tensor floats, Tensor flags, Tensor index, Tensor active, {ENCODED}) "
+@operator(
+    "blocked_backward",
+    f"(Tensor grad, {TENSORS}, Tensor floats, Tensor flags, Tensor index, Tensor active, {ENCODED}) "
     f"-> ({', '.join(['Tensor'] * COUNT)})",
 )
 def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -150,11 +179,19 @@ def _(grad, *arguments):  # type: ignore[no-untyped-def]
     return tuple(q.new_empty(0) if z is None else z.new_empty(z.shape) for z in arguments[:COUNT])
 
 
-def _kept(inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
-    return (*inputs[:COUNT], *output[1:], *inputs[COUNT : COUNT + 3]), inputs[COUNT + 3 :]
+differentiable(
+    forward, backward, backward,
+    lambda inputs, output: ((*inputs[:COUNT], *output[1:], *inputs[COUNT : COUNT + 3]), inputs[COUNT + 3 :]),
+)  # fmt: skip
 
 
-differentiable(forward, backward, backward, _kept)
+def at_once(inputs: Inputs) -> bool:
+    """Return whether the operator's function can be called directly, since no graph is recorded."""
+    recorded = inputs.problem.gradient or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if recorded or inputs.q.is_meta or torch._C._len_torch_dispatch_stack():
+        return False
+    given = (inputs.q, inputs.k, inputs.v, inputs.visible.mask, inputs.ridge, inputs.probe, *inputs.params.values())
+    return all(type(x) in PLAIN for x in given if isinstance(x, Tensor))
 
 
 @register_impl("blocked", priority=10)
@@ -179,8 +216,8 @@ class Blocked(Implementation):
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
         ridge = inputs.ridge if isinstance(inputs.ridge, Tensor) else None
-        tensors = (inputs.q, inputs.k, inputs.v, inputs.x, inputs.y, ridge, inputs.probe, given_of(inputs))
-        work = work_of(self.name, inputs)
+        work, given = work_of(self.name, inputs)
+        tensors = (inputs.q, inputs.k, inputs.v, inputs.x, inputs.y, ridge, inputs.probe, given)
         outputs = run(work, *tensors) if at_once(inputs) else forward(*tensors, *encoded(self.name, work))
         out, *kept, _ = outputs
         if not inputs.diagnostics:

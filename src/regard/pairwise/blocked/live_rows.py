@@ -11,13 +11,10 @@ Legend: R = n x q rows of at most s keys; otherwise as in `weighted_rows`.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from ...grammar.solvers import Cholesky
-from ...grammar.systems import Solved
 
 MANY = 16
 """From this number times D keys, a product with all keys costs more than a system of 2 D keys."""
@@ -27,14 +24,12 @@ NUMBERS = 2**21
 """Maximum number of gathered coordinates in memory."""
 
 
-Live: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Rows [R] (of n x q) with their weighted keys: positions [R, s] and weights [R, s], padded with 0."""
-
-
 class ByRow(NamedTuple):
     """t [R, D], p_ij (y_j - m_i) . t_i [R, w], the relative residual [R] (0 if not wanted), the rows [R] that are left
     to the caller, whose numbers are undefined: those with too many keys, and those with a singular system; and the
-    mean of |y_j|^2 [R], or more if coordinates have their own ridges."""
+    mean of |y_j|^2 [R], or more if coordinates have their own ridges.
+
+    `solve` returns it for s keys instead of w, with the mean of |y_j - m_i|^2."""
 
     value: Tensor
     corrections: Tensor
@@ -54,18 +49,17 @@ def grouped(system: Any, right: Tensor, source: Tensor | None) -> ByRow:
     for rows, index, weights in groups(p, right.shape[1]):
         away = system.keys_of(rows, index) - means[rows, None]
         given = None if source is None else source[rows].gather(1, index)
-        solved = solve(weights, away, right[rows], system.ridge_of(rows), given, system.counted)
-        value[rows], left[rows] = solved.value, ~solved.sound
-        squares[rows] = (weights * away.square().sum(-1)).sum(-1) + means[rows].square().sum(-1)
-        if solved.residual is not None:
-            residual[rows] = solved.residual
+        some = solve(weights, away, right[rows], system.ridge_of(rows), given, system.counted)
+        value[rows], residual[rows], left[rows] = some.value, some.residual, some.left
+        squares[rows] = some.squares + means[rows].square().sum(-1)
         values = corrections.new_zeros(rows.shape[0], width)
-        corrections[rows] = values.scatter_add_(1, index, solved.corrections)  # padding adds 0
+        corrections[rows] = values.scatter_add_(1, index, some.corrections)  # padding adds 0
     return ByRow(value, corrections, residual, left, squares)
 
 
-def groups(p: Tensor, dim: int) -> Iterator[Live]:
-    """Yield the rows of p [n q, w] with few weighted keys, grouped by the size of their systems."""
+def groups(p: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the rows [R] of p [n q, w] with few weighted keys, grouped by the size of their systems, with positions
+    [R, s] and weights [R, s] of these keys, padded with 0."""
     alive, most = p > 0, 2 * dim if p.shape[-1] >= MANY * dim else dim
     count = alive.sum(-1)
     low, high = (int(x) for x in count.aminmax())
@@ -74,7 +68,12 @@ def groups(p: Tensor, dim: int) -> Iterator[Live]:
         if low <= min(size, most):
             rows = ((count > above) & (count <= min(size, most))).nonzero()[:, 0]
             for part in parts(rows, size * dim):
-                yield _gathered(p, alive, count, part, size)
+                row, column = alive[part].nonzero(as_tuple=True)
+                counts = count[part]
+                rank = torch.arange(row.shape[0], device=row.device) - (counts.cumsum(0) - counts)[row]
+                index, weights = row.new_zeros(part.shape[0], size), p.new_zeros(part.shape[0], size)
+                index[row, rank], weights[row, rank] = column, p[part[row], column]
+                yield part, index, weights
         above, size = size, 2 * size
 
 
@@ -87,29 +86,9 @@ def parts(rows: Tensor, numbers: int) -> Iterator[Tensor]:
             yield part if part.shape[0] > 1 else part.repeat(2)
 
 
-def _gathered(p: Tensor, alive: Tensor, count: Tensor, rows: Tensor, size: int) -> Live:
-    row, column = alive[rows].nonzero(as_tuple=True)
-    counts = count[rows]
-    rank = torch.arange(row.shape[0], device=row.device) - (counts.cumsum(0) - counts)[row]
-    index = row.new_zeros(rows.shape[0], size)
-    weights = p.new_zeros(rows.shape[0], size)
-    index[row, rank] = column
-    weights[row, rank] = p[rows[row], column]
-    return rows, index, weights
-
-
-class Through(NamedTuple):
-    """t [R, D], p_ij (y_j - m_i) . t_i [R, s], the relative residual [R] if wanted, and whether it succeeded [R]."""
-
-    value: Tensor
-    corrections: Tensor
-    residual: Tensor | None
-    sound: Tensor
-
-
 def solve(
     weights: Tensor, away: Tensor, right: Tensor, ridge: Tensor, source: Tensor | None = None, checked: bool = True
-) -> Through:
+) -> ByRow:
     """Solve rows with weights [R, s], y_j - m_i [R, s, D], right sides [R, D] and ridge [R, 1 or D]. For right sides
     sum_j p_ij source_ij (y_j - m_i), `source` [R, s] avoids a difference of terms as long as 1 / ridge."""
     root, share = weights.sqrt(), ridge.rsqrt()
@@ -125,19 +104,12 @@ def solve(
         s = (root * source)[..., None]
         w = torch.cholesky_solve(s, factor)
         value, corrections = share * (z.transpose(-1, -2) @ w)[..., 0], root * (s - w)[..., 0]
-    residual = None
+    residual = torch.zeros_like(value[:, 0])
     if checked:
-        left = right - (away.transpose(-1, -2) @ corrections[..., None])[..., 0] - ridge * value
+        rest = right - (away.transpose(-1, -2) @ corrections[..., None])[..., 0] - ridge * value
         size = torch.linalg.vector_norm(right, dim=-1)
-        residual = torch.linalg.vector_norm(left, dim=-1) / torch.where(size > 0, size, 1)
+        residual = torch.linalg.vector_norm(rest, dim=-1) / torch.where(size > 0, size, 1)
     pivots = factor.diagonal(dim1=-2, dim2=-1)
     most = torch.finfo(gram.dtype).eps ** -0.5
     sound = (info == 0) & (pivots.amax(-1) < most) & (value.abs().amax(-1) < torch.inf)
-    return Through(value, corrections, residual, sound)
-
-
-def alone(weights: Tensor, away: Tensor, right: Tensor, ridge: Tensor) -> Solved:
-    """Solve rows with weights [R, w] and y_j - m_i [R, w, D] by Cholesky factors of their own matrices."""
-    spread = (away * weights[..., None]).transpose(-1, -2) @ away
-    spread.diagonal(dim1=-2, dim2=-1).add_(ridge)
-    return Cholesky().factor(spread, right, ridge)
+    return ByRow(value, corrections, residual, ~sound, (weights * away.square().sum(-1)).sum(-1))

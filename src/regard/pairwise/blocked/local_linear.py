@@ -100,15 +100,12 @@ def _seen(block: Block, y: Tensor) -> tuple[int, int]:
     return int(torch.where(count > 0, count, y.shape[-2]).amin()), int(count.amax())
 
 
-def flattened(
-    number: float, q: Tensor, k: Tensor, v: Tensor, x: Any, y: Any, ridge: Any, probe: Any, given: Any
-) -> Tensors:
+def flattened(number: float, *given: Any) -> Tensors:
     """Return the inputs of an operator, or their gradients, with B x H flattened; `number` is the ridge without one."""
-    params = None if given is None else given.flatten(1, 2)
-    if x is None:
-        return Tensors(flat(q), flat(k), flat(v), None, None, number, None, params)
-    ridge, probe = number if ridge is None else flat(ridge), None if probe is None else flat(probe)
-    return Tensors(flat(q), flat(k), flat(v), flat(x), flat(y), ridge, probe, params)
+    *tensors, params = given
+    q, k, v, x, y, ridge, probe = (None if z is None else flat(z) for z in tensors)
+    ridge, params = number if ridge is None else ridge, None if params is None else params.flatten(1, 2)
+    return Tensors(q, k, v, x, y, ridge, probe, params)
 
 
 def effective(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...grammar.solvers import Cholesky
 from ...grammar.systems import Solved, SolveStatus, System
 from . import live_rows
 
@@ -84,7 +85,9 @@ class WeightedRows(System):
             p, mean = (x.flatten(0, 1)[rows] for x in (self.p, self.mean))
             away = self.keys_of(rows, torch.arange(w, device=rows.device)[None]) - mean[:, None]
             squares[rows] = (p * away.square().sum(-1)).sum(-1) + mean.square().sum(-1)
-            alone = live_rows.alone(p, away, flat[rows], self.ridge_of(rows))
+            spread, ridge = (away * p[..., None]).transpose(-1, -2) @ away, self.ridge_of(rows)
+            spread.diagonal(dim1=-2, dim2=-1).add_(ridge)
+            alone = Cholesky().factor(spread, flat[rows], ridge)
             value[rows], status[rows] = alone.value, alone.status
             residual[rows], jitter[rows] = (alone.statistics[name] for name in ("residual", "jitter"))
             corrections[rows] = (away @ alone.value[..., None])[..., 0] * p

@@ -8,6 +8,7 @@ compiled code on disk.
 Legend: n heads, q queries, w keys of a block; R = n x q rows.
 """
 
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from ...grammar.bandwidths.fixed import Fixed
 from ...grammar.bandwidths.nearest import Nearest
 from ...grammar.kernels import Gaussian, Params, Polynomial, Uniform
 from ...grammar.weighting import Ratio
-from ...one_node import differentiable
+from ...one_node import differentiable, operator
 from ...precision import transformed
 from ..blocked.block_rows import FLAGS, FLOATS, SOLVERS, Kept, Rows, rows_of
 from ..blocked.blocks import ELEMENTS, Block
@@ -113,7 +114,7 @@ class NumbaRows(Rows):
         return self._code(whole.get(r if isinstance(r, float) else 0.0, "power"))
 
     def _numbers(self, like: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        """Return (r, margin or bias) of every row [R], in the dtype of `like` [R, w]."""
+        """Return (r, margin or bias) of every row [R], in the dtype of `like` [..., w]."""
         rule, number = self.spec.bandwidth, 0.0
         if isinstance(rule, Anchored):
             number = params.get("margin", rule.margin)
@@ -125,72 +126,58 @@ class NumbaRows(Rows):
         self, z: Tensor, p: Tensor, bounds: tuple[Tensor, Tensor], params: Params, counted: bool, start: int,
         marks: Tensor,
     ) -> Kept:  # fmt: skip
-        """Write the weights of the scores z [R, w] into p, which may be z. Return the statistics, with index [R, 3].
-        Row i sees columns [bounds[0][i], bounds[1][i]). Mark keys with weight, or that determine a threshold, in marks
-        [n, blocks of keys]; column 0 is key `start`."""
-        rows, rule = self._loops, self.spec.bandwidth
-        statistics = z.new_empty(z.shape[0], FLOATS), z.new_empty(z.shape[0], FLAGS, dtype=torch.int32)
-        index = z.new_empty(z.shape[0], 3, dtype=torch.int64)
-        k = min(getattr(rule, "k", 0), z.shape[1])
-        with _entry(rows.forward, rows.forward_part, z) as forward:
+        """Write the weights of the scores z [..., w] into p, which may be z. Return the statistics, with 3 positions.
+        Row i of R sees columns [bounds[0][i], bounds[1][i]). Mark keys with weight, or that determine a threshold, in
+        marks [n, blocks of keys]; column 0 is key `start`."""
+        loops, rule, kept = self._loops, self.spec.bandwidth, _statistics(z)
+        k, group = min(getattr(rule, "k", 0), z.shape[-1]), max(1, _count(z) // max(1, marks.shape[0]))
+        with _entry(loops.forward, loops.forward_part, z) as forward:
             forward(
-                *_arrays(z, _bits(z), p, *bounds), start, self._kernel(params), self._code(rule.name),
+                *_rows_of(z, _bits(z), p), *_arrays(*bounds), start, self._kernel(params), self._code(rule.name),
                 *_arrays(*self._numbers(z, params)), k, self._fallback,
-                p is z, counted, *_arrays(*statistics, index, marks.view(torch.uint8)),
-                max(1, z.shape[0] // max(1, marks.shape[0])),
+                p is z, counted, *_rows_of(*kept), *_arrays(marks.view(torch.uint8)), group,
             )  # fmt: skip
-        return *statistics, index
+        return kept
 
     def differentiate(
         self, z: Tensor, g: Tensor, p: Tensor, dz: Tensor, bounds: tuple[Tensor, Tensor], kept: Kept, params: Params,
         names: list[str],
     ) -> list[Tensor]:  # fmt: skip
-        """Write the weights into p [R, w] (unless p is [R, 0]) and dL/dz into dz; p may be z, and dz may be g.
-        Return dL/dparameter [R] by `names`."""
-        rows = self._loops
-        grads = z.new_empty(z.shape[0], 2)
+        """Write the weights into p [..., w] (unless p is [..., 0]) and dL/dz into dz; p may be z, and dz may be g.
+        Return dL/dparameter [...] by `names`."""
+        loops, grads = self._loops, z.new_empty(*z.shape[:-1], 2)
         learned = "alpha" in names or "r" in names
-        with _entry(rows.backward, rows.backward_part, z) as backward:
+        with _entry(loops.backward, loops.backward_part, z) as backward:
             backward(
-                *_arrays(z, _bits(z), g, p, dz, *bounds), self._kernel(params), self._code(self.spec.bandwidth.name),
-                *_arrays(self._numbers(z, params)[0]), self._fallback, learned, p is z, *_arrays(*kept, grads),
+                *_rows_of(z, _bits(z), g, p, dz), *_arrays(*bounds), self._kernel(params),
+                self._code(self.spec.bandwidth.name), *_arrays(self._numbers(z, params)[0]), self._fallback, learned,
+                p is z, *_rows_of(*kept, grads),
             )  # fmt: skip
-        return [grads[:, 0 if name in ("alpha", "r") else 1] for name in names]
+        return [grads[..., 0 if name in ("alpha", "r") else 1] for name in names]
 
     def weigh(self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor) -> tuple[Tensor, Kept]:
-        shape = z.shape[:2]
         z = block.hide(z, positional=False)
-        flat, bounds = z.flatten(0, 1), _flat_bounds(block, z)
-        floats, flags, index = self.solve(flat, flat, bounds, params, counted, block.low, marks)
-        return z, (floats.unflatten(0, shape), flags.unflatten(0, shape), index.unflatten(0, shape))
+        return z, self.solve(z, z, _bounds(block, z), params, counted, block.low, marks)
 
     def derive(
         self, block: Block, z: Tensor, g: Tensor, kept: Kept, params: Params, share: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         assert share is None  # `supports` has refused an absolute ridge
-        shape, names = z.shape[:2], block.work.names
         z, g = block.hide(z, positional=False), g.contiguous()
-        flat, flat_g = z.flatten(0, 1), g.flatten(0, 1)
-        grads = self.differentiate(flat, flat_g, flat, flat_g, _flat_bounds(block, z), _flat_kept(kept), params, names)
-        return z, g, [grad.unflatten(0, shape) for grad in grads]
+        return z, g, self.differentiate(z, g, z, g, _bounds(block, z), kept, params, block.work.names)
 
     def again(self, block: Block, z: Tensor, kept: Kept, params: Params) -> Tensor:
         z = block.hide(z, positional=False)
-        flat, p = z.flatten(0, 1), torch.empty_like(z)
-        nothing, bounds = torch.zeros_like(flat), _flat_bounds(block, z)  # a backward pass with g = 0 gives the weights
-        self.differentiate(flat, nothing, p.flatten(0, 1), nothing, bounds, _flat_kept(kept), params, [])
+        p, nothing = torch.empty_like(z), torch.zeros_like(z)  # a backward pass with g = 0 gives the weights
+        self.differentiate(z, nothing, p, nothing, _bounds(block, z), kept, params, [])
         return p
 
     def by_row(self, system: Any, right: Tensor, source: Tensor | None) -> ByRow:
         p, mean, ridge, (y, origin) = system.p.flatten(0, 1), system.mean, system.ridge, system.points()
         rows, loops = p.shape[0], self._loops
-        solved = ByRow(
-            right.new_empty(right.shape),
-            p.new_empty(p.shape),
-            p.new_empty(rows),
-            torch.empty(rows, dtype=torch.bool),
-            p.new_empty(rows),
-        )  # contiguous, since `_arrays` would copy others
+        value, corrections = right.new_empty(right.shape), p.new_empty(p.shape)  # contiguous: others would be copied
+        left = torch.empty(rows, dtype=torch.bool)
+        solved = ByRow(value, corrections, p.new_empty(rows), left, p.new_empty(rows))
         if isinstance(ridge, Tensor):
             ridge = ridge.expand(*mean.shape[:2], -1).flatten(0, 1)
         else:
@@ -202,16 +189,28 @@ class NumbaRows(Rows):
         return solved
 
 
-def _flat_bounds(block: Block, z: Tensor) -> tuple[Tensor, Tensor]:
+def _bounds(block: Block, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the columns that each row of z sees, int64 [R] each."""
     if not block.work.visible.positional:
-        return _whole(z.flatten(0, 1))
+        return _whole(z)
     low, high = block.bounds(z.device)
     return low.flatten(), high.flatten()
 
 
-def _flat_kept(kept: Kept) -> Kept:
-    floats, flags, index = (x.flatten(0, -2) for x in kept)
-    return floats, flags, index
+def _whole(z: Tensor) -> tuple[Tensor, Tensor]:
+    return z.new_zeros(_count(z), dtype=torch.int64), z.new_full((_count(z),), z.shape[-1], dtype=torch.int64)
+
+
+def _count(z: Tensor) -> int:
+    """Return the number R of rows of z [..., w]."""
+    return math.prod(z.shape[:-1])
+
+
+def _statistics(z: Tensor) -> Kept:
+    """Return room for the statistics of the rows of z [..., w]."""
+    shape = z.shape[:-1]
+    floats, flags = z.new_empty(*shape, FLOATS), z.new_empty(*shape, FLAGS, dtype=torch.int32)
+    return floats, flags, z.new_empty(*shape, 3, dtype=torch.int64)
 
 
 def _column(number: Any, like: Tensor) -> Tensor:
@@ -219,11 +218,16 @@ def _column(number: Any, like: Tensor) -> Tensor:
     if isinstance(number, Tensor):
         return number.to(like.dtype).flatten()
     limit = torch.finfo(like.dtype).max
-    return like.new_full((like.shape[0],), max(-limit, min(number, limit)))
+    return like.new_full((_count(like),), max(-limit, min(number, limit)))
 
 
 def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int32 if x.dtype == torch.float32 else torch.int64)
+
+
+def _rows_of(*tensors: Tensor) -> list[Any]:
+    """Return tensors [..., n] as arrays [R, n], which share their memory if it is contiguous."""
+    return _arrays(*(x.flatten(0, -2) for x in tensors))
 
 
 def _arrays(*tensors: Tensor) -> list[Any]:
@@ -244,13 +248,13 @@ def _entry(parallel: Any, part: Any, z: Tensor) -> Iterator[Any]:
     most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     threads = max(1, min(wanted, most))
     if threads == 1 or _FORKED or z.numel() < ALONE:
-        yield partial(part, 0, z.shape[0])
+        yield partial(part, 0, _count(z))
         return
     with _ONE_AT_A_TIME:
         numba.set_num_threads(threads)
         if torch.get_num_threads() != wanted:  # numba's OpenMP pool changes torch's number of threads
             torch.set_num_threads(wanted)
-        yield partial(parallel, min(4 * threads, max(1, z.shape[0])))
+        yield partial(parallel, min(4 * threads, max(1, _count(z))))
 
 
 SOLVERS["cpu"] = NumbaRows
@@ -276,11 +280,7 @@ class Cpu(Blocked):
 # Normalisers -------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(
-    "regard::normalise_forward",
-    mutates_args=(),
-    schema="(Tensor z, Tensor? given, str spec, str[] names) -> (Tensor, Tensor, Tensor, Tensor)",
-)
+@operator("normalise_forward", "(Tensor z, Tensor? given, str spec, str[] names) -> (Tensor, Tensor, Tensor, Tensor)")
 def _normalise(z: Tensor, given: Tensor | None, spec: str, names: list[str]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (weights [R, w], floats [R, FLOATS], flags [R, FLAGS], index [R, 3]) of scores z [R, w]; given [P, R]."""
     rows: Any = rows_of("cpu", spec)
@@ -290,15 +290,12 @@ def _normalise(z: Tensor, given: Tensor | None, spec: str, names: list[str]) -> 
 
 @_normalise.register_fake
 def _(z, given, spec, names):  # type: ignore[no-untyped-def]
-    size = z.shape[0]
-    flags, index = z.new_empty(size, FLAGS, dtype=torch.int32), z.new_empty(size, 3, dtype=torch.int64)
-    return torch.empty_like(z), z.new_empty(size, FLOATS), flags, index
+    return torch.empty_like(z), *_statistics(z)
 
 
-@torch.library.custom_op(
-    "regard::normalise_backward",
-    mutates_args=(),
-    schema="(Tensor g, Tensor z, Tensor? given, Tensor floats, Tensor flags, Tensor index, str spec, str[] names) "
+@operator(
+    "normalise_backward",
+    "(Tensor g, Tensor z, Tensor? given, Tensor floats, Tensor flags, Tensor index, str spec, str[] names) "
     "-> (Tensor, Tensor)",
 )
 def _normalise_grad(
@@ -315,10 +312,6 @@ def _normalise_grad(
 @_normalise_grad.register_fake
 def _(g, z, given, floats, flags, index, spec, names):  # type: ignore[no-untyped-def]
     return torch.empty_like(z), z.new_empty(0 if given is None else given.shape[0], z.shape[0])
-
-
-def _whole(z: Tensor) -> tuple[Tensor, Tensor]:
-    return z.new_zeros(z.shape[0], dtype=torch.int64), z.new_full((z.shape[0],), z.shape[1], dtype=torch.int64)
 
 
 def _named(names: list[str], given: Tensor | None) -> dict[str, Tensor]:
