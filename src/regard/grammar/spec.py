@@ -253,7 +253,12 @@ def instance_of(registry: Registry[Any], value: Any, **arguments: Any) -> Any:
                 f"Spec: {shown(value)} is not a {registry.kind}; give a name or an instance of: "
                 f"{', '.join(registry.names())}."
             )
-        _require_registered(registry, value)
+        same = _from_dict(registry, _to_dict(value)) if is_dataclass(value) else None
+        if type(same) is not type(value) or same != value:  # saved models and kernels use name and arguments alone
+            raise ArgumentError(
+                f"Spec: {value!r} differs from the {registry.kind} that is registered as {value.name!r}; "
+                f"register its class under another name."
+            )
         return value
     make = registry.get(value)
     known = [f.name for f in fields(make)] if isinstance(make, type) else []
@@ -264,37 +269,20 @@ def instance_of(registry: Registry[Any], value: Any, **arguments: Any) -> Any:
     return make(**arguments)
 
 
-def _require_registered(registry: Registry[Any], value: Any) -> None:
-    """Raise unless the object equals what its name and arguments make: saved models and kernels use only those."""
-    same = None
-    if is_dataclass(value):
-        name, arguments = _name_and_arguments(value)
-        same = instance_of(registry, name, **arguments)
-    if type(same) is not type(value) or same != value:
-        raise ArgumentError(
-            f"Spec: {value!r} differs from the {registry.kind} that is registered as {value.name!r}; "
-            f"register its class under another name."
-        )
-
-
-def _name_and_arguments(value: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name of an axis object, and its fields that differ from their defaults."""
+def _to_dict(value: Any) -> dict[str, Any]:
+    """Return the `name` of an axis object, and its fields that differ from their defaults."""
     if isinstance(value, Polynomial):
         named = [name for name, r in NAMED_POWERS.items() if r == value.r]
-        return (named[0], {}) if named else (value.name, {"r": value.r})
+        return {"name": named[0]} if named else {"name": value.name, "r": value.r}
     given = {f: getattr(value, f.name) for f in fields(value) if f.init}
-    return value.name, {f.name: x for f, x in given.items() if f.default is MISSING or x != f.default}
+    return {"name": value.name, **{f.name: x for f, x in given.items() if f.default is MISSING or x != f.default}}
 
 
 def _term(value: Any) -> str:
-    name, arguments = _name_and_arguments(value)
+    arguments = _to_dict(value)
+    name = arguments.pop("name")
     text = ",".join(f"{k}={v!r}" if not isinstance(v, str) else f"{k}={v}" for k, v in arguments.items())
     return f"{name}({text})" if text else name
-
-
-def _to_dict(value: Any) -> dict[str, Any]:
-    name, arguments = _name_and_arguments(value)
-    return {"name": name, **arguments}
 
 
 def _from_dict(registry: Registry[Any], value: Any) -> Any:
