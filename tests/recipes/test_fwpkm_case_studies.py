@@ -14,7 +14,7 @@ from tiny_runs import tiny
 from regard.inspect.slot_trace import RetrievedSlot, SlotReading, SlotReadings, Writer
 from regard.models import HybridForCausalLM
 from regard.models.hybrid.memories import memory_modules
-from regard_recipes.fwpkm import _case_studies_measures as measures
+from regard_recipes.fwpkm import fwpkm_case_studies as measures
 from regard_recipes.fwpkm.fwpkm_case_studies import ROW, FwPKMCaseStudies
 from regard_recipes.fwpkm.memory_recipe import NEEDLES
 from regard_recipes.lib.results import load

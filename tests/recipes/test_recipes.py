@@ -16,7 +16,6 @@ import regard as package
 from regard.checks import ArgumentError
 from regard.cli import main
 from regard.recipes import recipes
-from regard_recipes.kernels import _recall_trials as trials
 from regard_recipes.kernels import recall_capacity as capacity
 from regard_recipes.lib.recipe import Results, select
 
@@ -67,7 +66,7 @@ def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
     import torch
 
     config = capacity.RecallCapacity(dim=16, cues=10, stored=20)
-    case = trials.trial(config, "pairs", 20, 0)
+    case = capacity.trial(config, "pairs", 20, 0)
     k, v = case.keys[:, 0].numpy(), case.values[:, 0].numpy()
     assert np.abs((k * k).sum(-1) - 1).max() < 1e-5
     assert np.abs((v * v).sum(-1) - 1).max() < 1e-5
@@ -75,12 +74,12 @@ def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
     error = ((read - v[:, :10]) ** 2).sum(-1).mean(-1)
     nearest = ((read[:, :, None] - v[:, None]) ** 2).sum(-1).argmin(-1)
     for store in ("pairs", "sums"):
-        found = trials.recall(package.Spec.parse("linear"), store, 1.0, case)
+        found = capacity.recall(package.Spec.parse("linear"), store, 1.0, case)
         assert abs(found["error"] - error[0]) < 1e-4
         assert found["match"] == pytest.approx((nearest == np.arange(10)).mean())
-    assert torch.equal(case.keys, trials.trial(config, "pairs", 20, 0).keys)  # a function of the seed
-    assert ((trials.trial(config, "erased", 0.75, 0).cues == 0).sum(-1) == 12).all()
-    noisy = trials.trial(config, "noise", 1.0, 0)
+    assert torch.equal(case.keys, capacity.trial(config, "pairs", 20, 0).keys)  # a function of the seed
+    assert ((capacity.trial(config, "erased", 0.75, 0).cues == 0).sum(-1) == 12).all()
+    noisy = capacity.trial(config, "noise", 1.0, 0)
     cosine = (noisy.cues * noisy.keys[:, :, :10]).sum(-1)
     assert abs(cosine.mean().item() - 0.5**0.5) < 0.1
 
@@ -88,7 +87,7 @@ def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
 def test_signal_and_interference_are_those_of_equation_5() -> None:
     """Local Linear Attention, equation 5, written out: (k.k - 1) v_j and the sum over the others, for keys of length
     sqrt(2); for Mesa and softmax, the weights of the values by their formulas."""
-    case = trials.trial(capacity.RecallCapacity(dim=16, cues=10), "pairs", 20, 0)
+    case = capacity.trial(capacity.RecallCapacity(dim=16, cues=10), "pairs", 20, 0)
     k, v = (x[:, 0].double().numpy() for x in (case.keys, case.values))
     linear = 2 * np.einsum("scd,sjd->scj", k[:, :10], k)
     gram = np.einsum("sjd,sje->sde", k, k) + np.eye(16)
@@ -96,7 +95,7 @@ def test_signal_and_interference_are_those_of_equation_5() -> None:
     weights = softmax(7.0 * np.einsum("scd,sjd->scj", k[:, :10], k).reshape(-1, 20)).reshape(1, 10, 20)
     made = (("linear", "pairs", 2.0, linear), ("linear", "mesa", None, mesa), ("softmax", "pairs", 7.0, weights))
     for name, store, scale, a in made:
-        found = trials.recall(package.Spec.parse(name), store, scale, case)
+        found = capacity.recall(package.Spec.parse(name), store, scale, case)
         own = np.einsum("scc->sc", a[:, :, :10])[..., None] * v[:, :10]
         others = a @ v - own
         assert abs(found["bias"] - ((own - v[:, :10]) ** 2).sum(-1).mean()) < 1e-4

@@ -41,8 +41,7 @@ class NGram:
     def __init__(self, tokens: Sequence[int], vocabulary: int, order: int = 5) -> None:
         tokens = tuple(tokens)
         require(0 < order <= len(tokens), "NGram", f"{len(tokens)} tokens cannot be counted with order {order}.")
-        inside = 0 <= min(tokens) <= max(tokens) < vocabulary
-        require(inside, "NGram", f"token ids must lie in 0 .. {vocabulary - 1}.")
+        require(0 <= min(tokens) <= max(tokens) < vocabulary, "NGram", f"token ids must lie in 0 .. {vocabulary - 1}.")
         self.vocabulary, self.order = vocabulary, order
         grams = Counter(tokens[i : i + order] for i in range(len(tokens) - order + 1))
         levels = [_with_totals(grams)]

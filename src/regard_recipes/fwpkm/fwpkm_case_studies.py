@@ -4,23 +4,27 @@ Section 5 of "Fast-weight Product Key Memory"; what it says of both is counted o
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from regard.inspect.gates import GateTrace
-from regard.inspect.slot_trace import SlotReadings, slot_table
+from regard.inspect.gates import GateTrace, gate_trace, layer_name
+from regard.inspect.slot_trace import SlotReadings, slot_readings, slot_table
+from regard.nn.memory_trace import WriterTrace, observed
 
 from ..lib.claims import Claim, claims_of, mean_intervals, paired
 from ..lib.display import dots, interval, pivot
 from ..lib.recipe import Results, select
+from ..long_text.needle_reading import asked, greedy
+from ..long_text.needle_text import NeedleText
 from ..long_text.streaming import read_names
-from ._case_studies_measures import WRITERS, gate_rows, slot_rows
 from .layouts import Row
 from .memory_recipe import NAMES, NEEDLES, PAPER, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe
 
 ROW = Row("GDN", "PKM+FwPKM")  # the paper's model: gated delta nets, a slow memory between two fast ones
+WRITERS = 4  # kept of every slot
 MAJORITY = 0.5
 MARGIN = 0.05  # by which two means or two deviations must differ to count
 REACH = 4  # words on each side of a writer that tables and pages show
@@ -65,14 +69,42 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe, name="fwpkm-case-studies"):
         from regard.models.hybrid.memories import chunk_size
 
         if name == NEEDLES:
-            yield from slot_rows(model, test, length=self.haystack, needles=self.needles, count=self.examples,
-                                 seed=self.seed, reads=self.reads)  # fmt: skip
+            yield from self.slot_rows(model, test)
             return
         text = self.names(self.gate_tokens + 1)
         with chunk_size(model, self.gate_chunk):
             yield from read_names(model, text, self.gate_tokens, ("paper", "frozen"), count=self.documents,
                                   seed=self.seed)  # fmt: skip
             yield from gate_rows(model, text.example(self.seed, 0, "test").tokens[: self.drawn])
+
+    @torch.no_grad()
+    def slot_rows(self, model: Any, text: NeedleText) -> Iterator[dict[str, Any]]:
+        """Read haystacks [E, L], answer greedily, and yield what was retrieved for the tokens of the answers. The chunk
+        is the haystack: each reading is written once, the last one before the question's first token is read. A row of
+        kind "layer" for each memory layer has counts over all questions; one of kind "slots" has the share of right
+        answers ("exact"), and the slots of the first question that was answered correctly, if any."""
+        from regard.models.hybrid.memories import chunk_size, keep_memory
+
+        length, reads = self.haystack, self.reads
+        haystacks, questions, examples = asked(text, length, self.needles, range(self.examples), self.seed)
+        answers, cache = torch.tensor([text.encode(example.answer) for example in examples]), None
+        with chunk_size(model, length), observed(model, lambda slots: WriterTrace(slots, WRITERS)) as traces:
+            for _ in range(reads):
+                cache = keep_memory(model, cache)
+                model(input_ids=haystacks.to(model.device), cache=cache, logits_to_keep=1)
+            spoken = greedy(model, questions.to(model.device), answers.shape[1], cache)
+        retrieved = {layer_name(name): trace.retrieved() for name, trace in traces.items()}
+        right = (spoken == answers).all(1)
+        first = reads * length + questions.shape[1] - 1
+        asking, readings = range(first, first + answers.shape[1]), []
+        for row, tokens in enumerate(torch.cat([*[haystacks] * reads, questions, spoken], 1).tolist()):
+            wanted = dict(zip(asking, answers[row].tolist(), strict=True))
+            readings.append(slot_readings(retrieved, tokens, [""] * len(tokens), asking, answers=wanted, row=row))
+        for name in retrieved:
+            yield {"kind": "layer", "layer": name, **layer_counts(readings, right.tolist(), name)}
+        shown = int(right.int().argmax())
+        yield {"kind": "slots", "right": bool(right[shown]), **readings[shown].to_dict(),
+               "exact": right.double().mean().item()}  # fmt: skip
 
     def claims(self, results: Results) -> list[Claim]:
         slots, gates = (self.chosen(results, "layer", task=task) for task in (NEEDLES, NAMES))
@@ -157,14 +189,44 @@ class FwPKMCaseStudies(NamesAndNeedlesRecipe, name="fwpkm-case-studies"):
         """Return the retrieved slots that are drawn, and what they are."""
         words = results.facts["words"][NEEDLES]
         row = self.chosen(results, "slots", seed=self.seed).iloc[0]
-        asked = "".join(words[token] for _, token in row["answers"])
+        wanted = "".join(words[token] for _, token in row["answers"])
         answer = "".join(words[row["tokens"][position + 1]] for position, _ in row["answers"])
         how = "correctly" if row["right"] else "wrongly"
         readings = SlotReadings.from_dict(row, [f" {words[token]}" for token in row["tokens"]])
-        return readings, f"The answer {asked}, given {how} as {answer}, after {self.reads} readings"
+        return readings, f"The answer {wanted}, given {how} as {answer}, after {self.reads} readings"
 
     def gates(self, results: Results) -> GateTrace:
         """Return the first model's gates on the part of the text that is drawn."""
         rows = self.chosen(results, "gates", seed=self.seed)
         labels = tuple(f" {results.facts['words'][NAMES][token]}" for token in rows["tokens"].iloc[0])
         return GateTrace(labels, tuple(rows["layer"]), torch.tensor(rows["gates"].tolist()))
+
+
+def layer_counts(readings: Sequence[SlotReadings], right: list[bool], layer: str) -> dict[str, Any]:
+    """Return counts of what one layer retrieved over all questions: hits, hits_of_four (share of the slots to which the
+    last write, or one of the last four, gave the true next token); weight (share of the weight on hits); same_query (of
+    the written slots that miss, the share whose last writer was the token that asks) and same_by_chance (share of that
+    token among all that were read before); never (share of slots never written); mixed (of the right answers, the share
+    with a miss, None where there is none)."""
+    mean = lambda values: sum(values) / len(values) if values else 0.0  # noqa: E731
+    of_layer = [(seen, reading) for seen in readings for reading in seen.readings if reading.layer == layer]
+    slots = [(seen, seen.tokens[reading.position], slot, seen.hit(reading, slot))
+             for seen, reading in of_layer for slot in reading.slots]  # fmt: skip
+    missed = [seen.tokens[slot.writers[0].query] == asks for seen, asks, slot, hit in slots if slot.writers and not hit]
+    chance = [seen.tokens[: at.position].count(seen.tokens[at.position]) / at.position for seen, at in of_layer]
+    answered = [seen for seen, good in zip(readings, right, strict=True) if good]
+    return {
+        "hits": mean([seen.hits(1, layer) for seen in readings]),
+        "hits_of_four": mean([seen.hits(WRITERS, layer) for seen in readings]),
+        "weight": mean([seen.hit_weight(layer) for seen in readings]),
+        "same_query": mean(missed), "same_by_chance": mean(chance), "misses": len(missed),
+        "never": mean([not slot.writers for _, _, slot, _ in slots]),
+        "mixed": mean([seen.hits(1, layer) < 1 for seen in answered]) if answered else None, "answered": len(answered),
+    }  # fmt: skip
+
+
+def gate_rows(model: Any, tokens: Tensor) -> Iterator[dict[str, Any]]:
+    """Yield a row of kind "gates" for each memory layer: the tokens and their gates."""
+    trace = gate_trace(model, tokens, [""] * len(tokens))
+    for name, gates in zip(trace.layers, trace.gates.double().tolist(), strict=True):
+        yield {"kind": "gates", "layer": name, "tokens": tokens.tolist(), "gates": [round(gate, 4) for gate in gates]}

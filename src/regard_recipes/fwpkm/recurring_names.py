@@ -82,8 +82,7 @@ class RecurringNamesRecipe(TaskRecipe, name="recurring-names"):
         written = far(FWPKM, WRITTEN)
         lower = {f"less {name}": paired(written, other, "score")
                  for name, other in (("frozen", far(FWPKM, FROZEN)), ("window alone", far(WINDOW, "")))}  # fmt: skip
-        gates = self.chosen(results, "gate")
-        gate = lambda part: select(gates, place=part)  # noqa: E731
+        gate = lambda part: self.chosen(results, "gate", place=part)  # noqa: E731
         return claims_of(PAPER, [
             ("section 4.2", "A written memory lowers the loss on what recurs beyond the window", lower, "below", 0.0,
              "Loss (nats) on the item of a name beyond the window: written memory minus frozen memory, and minus the "

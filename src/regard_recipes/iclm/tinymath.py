@@ -19,8 +19,8 @@ from ..lib.display import dots, interval, pivot, stat
 from ..lib.recipe import Cell, Frame, Results, select
 from ..lib.task_recipe import TaskRecipe
 from ..lib.trained import Sizes
-from ._mechanisms_claims import COPIES, DOMINATES, OTHERS, by_stream
 from ._mechanisms_measures import measure_prompt
+from .iclm_mechanisms import COPIES, DOMINATES, OTHERS, by_stream
 
 PAPER, ANSWER, EQUATION = "ICLM", "accuracy on answer", "accuracy on equation"
 CLOSE = 0.05  # nats per word; the paper's gaps in perplexity are 0.6 % (ICLM) and 4.0 % (Transformer)
@@ -96,13 +96,12 @@ class TinyMathRecipe(TaskRecipe, Sizes, name="tinymath"):
         return claims_of(PAPER, claim_rows, untestable=self.unlearned(results, SEEN))
 
     def tables(self, results: Results) -> dict[str, Any]:
-        heads = self.heads_of(results)
         return {
             "Accuracy": pivot(self.chosen(results), ["test", "model"], {"": interval("score")}, "metric", note=(
                 f"Shares of right words, and the loss in nats per word of what follows the story; ± half the 95 % "
                 f"interval over seeds. Operations with their operands are those of training ({SEEN}) or others "
                 f"({HELD_OUT}).")),
-            "Weight on the operand that is written": pivot(heads, ["model", "stream", "layer"], {
+            "Weight on the operand that is written": pivot(self.heads_of(results), ["model", "stream", "layer"], {
                 "on the operand": "{predicted:.3f}", "equal weights": "{uniform:.3f}", "lift": "{lift:.2f}",
                 "best head": stat("predicted", "max", "{:.3f}"),
             }, note="While a model writes the operands of the question: mean weight on earlier occurrences of the "
@@ -113,7 +112,7 @@ class TinyMathRecipe(TaskRecipe, Sizes, name="tinymath"):
 
     def heads_of(self, results: Results) -> Frame:
         """Return the rows of the heads of both whole models, at the chosen rates."""
-        return select(self.chosen(results, "head"), model=[TRANSFORMER, ICLM])
+        return self.chosen(results, "head", model=[TRANSFORMER, ICLM])
 
     def figures(self, results: Results) -> dict[str, bytes]:
         from ._mechanisms_figures import prompt_figure
@@ -122,8 +121,7 @@ class TinyMathRecipe(TaskRecipe, Sizes, name="tinymath"):
         label = "mean weight of a head on the operand that is written"
         heads = dots(self.heads_of(results), weights, "{stream}, layer {layer:.0f}", x_label=label)
         made = {**super().figures(results), "heads": heads}
-        stories = select(self.chosen(results, "prompt"), seed=self.seed).to_dict("records")
-        rows = {row["model"]: row for row in stories}
+        rows = {row["model"]: row for row in self.chosen(results, "prompt", seed=self.seed).to_dict("records")}
         if {ICLM, TRANSFORMER} <= rows.keys():
             made["story"] = prompt_figure({ICLM: rows[ICLM], "transformer": rows[TRANSFORMER]}, [ICLM])
         return made
@@ -132,11 +130,10 @@ class TinyMathRecipe(TaskRecipe, Sizes, name="tinymath"):
 def operand_rows(model: Any, task: TokenTask, count: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each head with its mean weight on earlier occurrences of the operands that the model predicts in
     so many stories, and a row with the maps of the first story, up to the first operand."""
-    device = next(model.parameters()).device
     examples = task.examples(0, range(count), "test")
     sums: dict[tuple[str, int], Any] = {}  # by stream and layer: weights of the heads, equal weights, and rows
     for example in examples:
-        tokens, operands = example.tokens[None].to(device), example.parts["equation"][None].long().to(device)
+        tokens, operands = (x[None].long().to(model.device) for x in (example.tokens, example.parts["equation"]))
         logits, layers = patterns(model, tokens)
         for each in layers:
             written = each.roles.rows(operands, each.weights.shape[2]) == 1

@@ -58,8 +58,7 @@ def planes(products: Sequence[Any], weights: Callable[..., Any]) -> bytes:
         edge, weight = row.edge, numbers(row.plane)
         fine = FINE * len(weight)
         support = (weights(Spec.parse(row.spec), edge, row.unit, fine) != 0).sum(-1).numpy()
-        extent = (-edge, edge, -edge, edge)
-        axes.imshow(weight, origin="lower", extent=extent, cmap="cividis", vmin=0, vmax=1)
+        axes.imshow(weight, origin="lower", extent=(-edge, edge, -edge, edge), cmap="cividis", vmin=0, vmax=1)
         if weight.min() == weight.max():
             axes.text(0, 0, f"{weight.min():g} everywhere", color="white", ha="center", va="center", fontsize=8)
         if support.min() < support.max():

@@ -100,7 +100,7 @@ def query_key_ratio(shared: Frame, apart: Frame) -> Estimate:
 def memory_bytes(model: Any, batch: int, context: int) -> dict[str, int]:
     """Return bytes of queries and keys and of all that is saved for the backward pass in a training step on `batch`
     windows of `context` tokens, and of the cache after `CACHED` tokens of one sequence."""
-    window = torch.zeros(batch, context, dtype=torch.long, device=next(model.parameters()).device)
+    window = torch.zeros(batch, context, dtype=torch.long, device=model.device)
     projections = [module for name, module in model.named_modules() if name.endswith(("q_proj", "k_proj"))]
     projected: list[int] = []
     saved: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice

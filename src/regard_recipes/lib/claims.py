@@ -226,9 +226,7 @@ def claims_of(paper: str, rows: Iterable[Sequence[Any]], **common: Any) -> list[
     for where, wording, estimates, says, margin, note, *changes in rows:
         named = estimates if isinstance(estimates, Mapping) else {"": estimates}
         intervals = {name: e if isinstance(e, Estimate) else mean_interval(e) for name, e in named.items()}
-        measured = {
-            name: estimate for name, estimate in intervals.items() if estimate.count or estimate.low != -math.inf
-        }
+        measured = {name: e for name, e in intervals.items() if e.count or e.low != -math.inf}
         if measured:
             fields = {**common, **dict(*changes), "note": note}
             made.append(Claim(paper, where, wording, measured, says, margin, **fields))
@@ -239,10 +237,7 @@ def claims_table(claims: Sequence[Claim]) -> Any:
     """Return a table with a row for each claim."""
     from regard.inspect.tables import Table
 
-    rows = [
-        (f"“{claim.wording}” ({claim.where})", claim.verdict, claim.expected, claim.measured(), claim.note)
-        for claim in claims
-    ]
+    rows = [(f"“{c.wording}” ({c.where})", c.verdict, c.expected, c.measured(), c.note) for c in claims]
     papers = "; ".join(dict.fromkeys(claim.paper for claim in claims))
     return Table(("claim", "verdict", "expected", "measured", "what is compared"), tuple(rows), (
         f"Claims of {papers}. A claim holds if its 95 % interval (±) lies entirely within the expected range, and "

@@ -90,10 +90,9 @@ def means(form: Show) -> ToText:
     """Return `form`, or if it is a text (`Show`) a function that shows it; a dash where no row has a number."""
     if not isinstance(form, str):
         return form
-    names = _columns_in(form)
 
     def show(rows: Frame) -> str:
-        numbers = {name: rows[name].astype(float).mean() for name in names}
+        numbers = {name: rows[name].astype(float).mean() for name in _columns_in(form)}
         return MISSING if any(map(math.isnan, numbers.values())) else form.format(**numbers)
 
     return show
@@ -198,8 +197,7 @@ def dots(
     for at, (column, kind, group) in enumerate(shown):
         shift = 0.5 * (at - (len(shown) - 1) / 2) / len(shown)
         heights = [names.index(name) + shift for name in group["row"]]
-        colour = COLOURS[at % len(COLOURS)]
-        axes.plot(group[column], heights, "o", color=colour, markersize=4, alpha=0.8, label=kind)
+        axes.plot(group[column], heights, "o", color=COLOURS[at % len(COLOURS)], markersize=4, alpha=0.8, label=kind)
     plain_axes(axes)
     axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=8)
     axes.invert_yaxis()

@@ -111,8 +111,7 @@ def train_with_trainer(
         material.train_tokens, context=options.context, steps=options.steps, per_step=options.batch, seed=seed
     )
     one = Units(1, 1, 1)  # bits are not asked for
-    held_out = partial(held_out_loss, model, material.held_out_tokens, options)
-    looks = Looks(held_out, set(options.look_steps()), device)
+    looks = Looks(partial(held_out_loss, model, material.held_out_tokens, options), set(options.look_steps()), device)
     with tempfile.TemporaryDirectory() as folder:
         arguments = quiet_arguments(
             Path(folder), device, max_steps=options.steps, per_device_train_batch_size=options.batch // options.parts,

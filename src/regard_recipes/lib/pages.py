@@ -13,35 +13,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from regard.checks import ArgumentError, require
+from regard.checks import require
 from regard.recipes import recipes
 
 from .claims import NOT_TESTABLE, Claim, claims_table
 from .recipe import Recipe, Results
-from .results import load, plain, showing
+from .results import load, plain, showing, writing
 
 FIRST, LONGEST = 30, 16  # rows of the first and of other tables that are shown on pages of the docs
 
 
-def write(made: Recipe, results: Results, out: Path) -> str:
-    """Write figures, HTML pages, NAME.md and last NAME.json to `out`; return the Markdown without its title."""
+def write(made: Recipe, results: Results, out: Path) -> None:
+    """Write figures, HTML pages, NAME.md and last NAME.json to `out`."""
     figures = {f"{made.name}-{part}.png": picture for part, picture in made.figures(results).items()}
     body = markdown(made, results, list(figures))
     claims = [plain(claim.record()) for claim in made.claims(results)]
     rows = plain(results.frame.astype(object).to_numpy().tolist())
     stored = {"facts": results.facts, "claims": claims, "columns": list(results.frame.columns), "rows": rows}
-    record = {**results.record, **stored}
-    try:
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         for file, picture in figures.items():
             (out / file).write_bytes(picture)
         for part, page in made.pages(results).items():
             (out / f"{made.name}-{part}.html").write_text(page, encoding="utf-8")
         (out / f"{made.name}.md").write_text(f"# {made.name}\n\n{body}", encoding="utf-8")
-        (out / f"{made.name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(f"reproduce: cannot write to {out}: {error.strerror or error}.") from None
-    return body
+        (out / f"{made.name}.json").write_text(json.dumps({**results.record, **stored}) + "\n", encoding="utf-8")
 
 
 def markdown(made: Recipe, results: Results, figures: list[str], folder: str = "", level: int = 2) -> str:

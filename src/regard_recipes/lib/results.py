@@ -81,17 +81,16 @@ class Journal:
         """Write the first line of a new journal, or that of an old one with the rows of its complete cells alone. The
         file is replaced: a process that outlived an earlier run writes to the old one."""
         self.header["facts"] = plain(facts)
-        text = "".join(json.dumps(line) + "\n" for line in (self.header, *self.lines))
-        with _writing(self.path):
+        with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, text)
+            write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in (self.header, *self.lines)))
 
     def finish(self, made: Recipe) -> Results:
         """Write the last line and return all rows in the order of seeds and cells, whichever was measured first."""
         _, self.lines, _ = read_journal(self.path)
         left = len(unfinished_units(made, self))
         require(left == 0, made.call(), f"{self.path} lacks the rows of {left} cells; give the command once more.")
-        with _writing(self.path), self.path.open("ab", buffering=0) as file:
+        with writing(self.path), self.path.open("ab", buffering=0) as file:
             _write_line(file, {"finished": datetime.now(timezone.utc).isoformat(timespec="seconds")})
         order = {_key(plain(cell), 0): number for number, cell in enumerate(made.cells())}
         self.lines.sort(key=lambda line: (line["seed"], order[_key(line["cell"], 0)], line["row"]))
@@ -109,13 +108,13 @@ def measure_into(path: Path, made: Recipe, unit: Unit) -> None:
     without which its rows do not count."""
     cell, seed = unit
     common, count, begun = {"cell": plain(cell), "seed": seed}, 0, time.perf_counter()
-    with _writing(path):
+    with writing(path):
         file = path.open("ab", buffering=0)
     with file:
         for count, row in enumerate(made.measure(cell, seed), start=1):
-            with _writing(path):
+            with writing(path):
                 _write_line(file, {**common, "row": count - 1, "measured": plain(row)})
-        with _writing(path):
+        with writing(path):
             _write_line(file, {**common, "of": count, "seconds": round(time.perf_counter() - begun, 3)})
 
 
@@ -127,7 +126,8 @@ def _write_line(file: RawIOBase, line: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Turn the errors of the disk into one that names what cannot be written."""
     try:
         yield
     except OSError as error:

@@ -33,10 +33,9 @@ def run(made: Recipe, argv: Sequence[str], progress: Progress) -> Results:
     """
     check_shared(made)
     journal = Journal.open(made, argv)
-    todo = unfinished_units(made, journal)
     progress("preparing")
     journal.begin(made.prepare())
-    measure_units(made, todo, journal.path, progress)
+    measure_units(made, unfinished_units(made, journal), journal.path, progress)
     progress("writing")
     results = journal.finish(made)
     write(made, results, journal.path.parent)

@@ -148,9 +148,8 @@ def estimate(made: Recipe) -> Any:
         if name not in models:
             with torch.device("meta"):
                 model, length = made.untrained(cell)
-            parameters = sum(weight.numel() for weight in model.parameters())
-            operations = 6.0 * used(model) * length
-            models[name] = {"name": name, "runs": 0, "size": parameters, "tokens": length, "operations": operations}
+            numbers = {"size": model.num_parameters(), "tokens": length, "operations": 6.0 * used(model) * length}
+            models[name] = {"name": name, "runs": 0, **numbers}
         models[name]["runs"] += made.seeds_of(cell)
     rows = frame_of(models.values())
     rows["all"] = rows["runs"] * rows["operations"]

@@ -65,12 +65,11 @@ def variants(config: Any) -> list[Variant]:
     """Return those of the options of a recipe, plain attention first."""
     how: dict[str, Any] = {"is_causal": True, "impl": "blocked"}
     softmax, local, cg = partial(attention, **how), partial(local_linear_attention, **how), ConjugateGradient
-    mesa = partial(mesa_attention, solver="cg", tol=1e-3, max_iter=4 * config.dim)
     kept, parts = "lla, weights kept", "block-diagonal, direct"
     made = [
         Variant("sdpa", "softmax", "softmax", attention, False),
         Variant("softmax", "softmax", "softmax", softmax, False),
-        Variant("mesa", "mesa", "mesa", mesa),
+        Variant("mesa", "mesa", "mesa", partial(mesa_attention, solver="cg", tol=1e-3, max_iter=4 * config.dim)),
         Variant("auto", "exact", kept, partial(local, solver=Auto())),
         Variant("cholesky", "exact", "lla, direct", partial(local, solver=Cholesky())),
         *(Variant(f"tol {t:g}", "tolerances", kept, partial(local, solver=cg(tol=t))) for t in config.tols),

@@ -57,8 +57,7 @@ def places(dim: int, radii: int, directions: int) -> Places:
     if dim == 1:
         rays = torch.tensor([[1.0], [-1.0]], dtype=r.dtype)
     else:
-        draw = torch.Generator().manual_seed(dim)
-        rays = torch.randn(directions, dim, generator=draw, dtype=r.dtype)
+        rays = torch.randn(directions, dim, generator=torch.Generator().manual_seed(dim), dtype=r.dtype)
         rays = rays / rays.norm(dim=-1, keepdim=True)
     sphere = 2 * math.pi ** (dim / 2) / math.gamma(dim / 2)
     weights = (share * r ** (dim - 1) * sphere / len(rays)).expand(len(rays), -1)
@@ -185,7 +184,6 @@ def best(results: Results) -> Frame:
     """Return the rows with the bandwidth that has the least mean error, sorted by d and n; for the global estimator,
     whose error does not depend on it, with the bandwidth of the local constant."""
     rows, key = results.frame, ["d", "n", "estimator", "place"]
-    means = select(rows, estimator=[CONSTANT, LINEAR]).groupby(key)["whole"].mean()
-    chosen = means.groupby(key[:-1]).idxmin()
+    chosen = select(rows, estimator=[CONSTANT, LINEAR]).groupby(key)["whole"].mean().groupby(key[:-1]).idxmin()
     named = rows.assign(estimator=rows["estimator"].replace(GLOBAL, CONSTANT)).set_index(key)
     return rows[named.index.isin(chosen)].sort_values(["d", "n"], kind="stable")

@@ -87,8 +87,7 @@ class InContextRegressionRecipe(TaskRecipe, name="in-context-regression"):
         scores = [self.error(model, exact, first) for first in (0, TESTED)]
         yield {
             "kind": "run", "validation": -scores[0], "diverged": not math.isfinite(loss), "steps": self.steps,
-            "loss": loss, "seconds": time.perf_counter() - start,
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "loss": loss, "seconds": time.perf_counter() - start, "parameters": model.num_parameters(),
         }  # fmt: skip
         yield {"kind": "test", "test": cell["task"], "metric": MSE, "score": scores[1]}
 

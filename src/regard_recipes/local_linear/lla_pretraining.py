@@ -50,8 +50,7 @@ class Pretraining(TextRecipe, name="lla-pretraining"):
     }  # fmt: skip
 
     def measure_model(self, model: Any) -> dict[str, Any]:
-        tokens = windows(self.test_tokens, self.context)[:WINDOWS]
-        return {**super().measure_model(model), **weights_seen(model, tokens.to(next(model.parameters()).device))}
+        return super().measure_model(model) | weights_seen(model, windows(self.test_tokens, self.context)[:WINDOWS])
 
     def claims(self, results: Results) -> list[Claim]:
         lla = [LLA[ridge] for ridge in RIDGES if LLA[ridge] in self.trained]
@@ -97,7 +96,7 @@ def weights_seen(model: Any, tokens: Tensor) -> dict[str, float]:
     """Return how the weights of a model look on windows [W, T]: positions with an absolute weight above `DENSE`, the
     sum of negative weights, and the lowest and the highest weight. Queries are those of the second half."""
     with capture(model, weights=True) as seen:
-        model(input_ids=tokens.long(), use_cache=False)
+        model(input_ids=tokens.to(model.device).long(), use_cache=False)
     by_layer = []
     for layer in seen.layers.values():
         whole = layer.weights if layer.effective_weights is None else layer.effective_weights

@@ -60,8 +60,6 @@ def read_and_answer(
 
     from regard.models.hybrid.memories import flush_memory, keep_memory
 
-    device = next(model.parameters()).device
-
     def read(haystack: Tensor, before: Any, again: bool) -> Any:
         """Return the cache after a haystack, with the memories of `before`. What waits is written before the same is
         read again, unless the protocol is the training's."""
@@ -69,14 +67,14 @@ def read_and_answer(
             flush_memory(model, before)
         cache = keep_memory(model, before, recurrent=recurrent)
         for piece in haystack.split(PIECE, dim=1):
-            model(input_ids=piece.to(device).long(), cache=cache, logits_to_keep=1)
+            model(input_ids=piece.to(model.device).long(), cache=cache, logits_to_keep=1)
         return cache
 
     def answer(question: Tensor, cache: Any) -> Tensor:
         """Return greedy tokens [B, A] after the question; the cache is extended in place."""
         if protocol == "flushed":
             flush_memory(model, cache)
-        return greedy(model, question.to(device).long(), length, cache, flush=protocol == "whole")
+        return greedy(model, question.to(model.device).long(), length, cache, flush=protocol == "whole")
 
     answers = torch.empty(reads, *haystacks.shape[:2], length, dtype=torch.long)
     pairs = list(zip(haystacks, questions, strict=True))

@@ -196,7 +196,7 @@ def inside(model: Any, windows: Tensor) -> dict[str, Any]:
     "rows", one for each head with its learned numbers: "sharpness" (beta^2), "h", "margin"."""
     memories = [module for module in model.modules() if isinstance(module, ContextualMemory)]
     with torch.no_grad(), eval_mode(model), capture(model) as seen:
-        model(input_ids=windows.to(next(model.parameters()).device).long(), use_cache=False)
+        model(input_ids=windows.to(model.device).long(), use_cache=False)
     later = lambda rows: rows[..., 1:].double().mean().item()  # noqa: E731  # the first token sees no pair
     empty, support, rows = list[float](), list[float](), list[dict[str, Any]]()
     for block, memory in enumerate(memories):

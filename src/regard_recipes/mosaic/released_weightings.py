@@ -46,8 +46,7 @@ def weigh(rule: str, form: str, cosines: Tensor, sharpness: Tensor) -> tuple[Ten
     raw = raw * (row >= 0)  # rows without a pair were never written
     total = raw.sum(-1, keepdim=True)
     even = seen.to(raw.dtype) / seen.sum(-1, keepdim=True).clamp(min=1)
-    weights = torch.where(total == 0, even, raw / total.clamp(min=LEAST_SUM))
-    return weights, total[..., 0] == 0
+    return torch.where(total == 0, even, raw / total.clamp(min=LEAST_SUM)), total[..., 0] == 0
 
 
 class ReleasedMemory(ContextualMemory):

@@ -105,11 +105,9 @@ class OutOfDistribution(TextRecipe, name="out-of-distribution"):
 
     def tables(self, results: Results) -> dict[str, Any]:
         rows = self.chosen(results, "part")
-        floor = results.facts["other floor"]
+        some = select(rows, text=OTHER, start=sorted(set(rows["start"]))[::5])
         note = (f"Nats per token by the first position of the part, ± half the 95 % interval over seeds. By the "
-                f"frequencies of the training text: {floor:.2f}.")  # fmt: skip
-        shown = sorted(set(rows["start"]))[::5]
-        some = rows[(rows["text"] == OTHER) & rows["start"].isin(shown)]
+                f"frequencies of the training text: {results.facts['other floor']:.2f}.")  # fmt: skip
         return {
             "Loss along the other text": pivot(some, ["model"], {"": interval("loss")}, "start", note=note),
             "Loss of whole windows": pivot(rows, ["model"], {"": interval("loss")}, "text"),
@@ -138,10 +136,9 @@ def stories(characters: int) -> str:
 @torch.no_grad()
 def losses_along(model: Any, tokens: Tensor, batch: int) -> Tensor:
     """Return the nats per token at every position but the first, means over windows [W, T]: [T - 1]."""
-    device = next(model.parameters()).device
     total = torch.zeros(tokens.shape[1] - 1, dtype=torch.float64)
     for part in tokens.split(batch):
-        part = part.to(device).long()
+        part = part.to(model.device).long()
         logits = model(input_ids=part, use_cache=False).logits[:, :-1].float()
         total += F.cross_entropy(logits.mT, part[:, 1:], reduction="none").sum(0).double().cpu()
     return total / len(tokens)
