@@ -89,8 +89,7 @@ def flag(call: str, name: str, value: Any) -> bool:
 def flags(call: str, **given: object) -> None:
     """Check that every argument is True or False."""
     for name, value in given.items():
-        if value is not True and value is not False:
-            flag(call, name, value)
+        flag(call, name, value)
 
 
 def whole(call: str, name: str, value: Any, low: int | None = None, high: int | None = None, *, why: str = "") -> Any:
@@ -244,12 +243,11 @@ def in_range(
         least = most = float(value)
         if least - least != 0:  # infinite or NaN, in a form that can be traced
             raise ArgumentError(f"{call}: {name} is {least}, expected a finite number.")
-    sign = ">" if strict else ">="
+    equal = "" if strict else "="
     if low is not None and least is not None and (least <= low if strict else least < low):
-        raise ArgumentError(f"{call}: {name} is {least:g}, expected {name} {sign} {low:g}.")
-    sign = "<" if strict else "<="
+        raise ArgumentError(f"{call}: {name} is {least:g}, expected {name} >{equal} {low:g}.")
     if high is not None and most is not None and (most >= high if strict else most > high):
-        raise ArgumentError(f"{call}: {name} is {most:g}, expected {name} {sign} {high:g}.")
+        raise ArgumentError(f"{call}: {name} is {most:g}, expected {name} <{equal} {high:g}.")
 
 
 def number(

@@ -17,8 +17,6 @@ LEAST, MOST = -80.0, 80.0
 """Limits of the logarithm of 1 / total kernel weight, which keep a relative ridge finite."""
 LARGEST = 1e36
 """Largest ridge: sums of it over coordinates are finite in float32."""
-
-
 LIMIT = 2.0**-10
 """Rounding error, relative to the residual or to the weights of the values, above which `rounded` reports a row."""
 

@@ -18,7 +18,7 @@ Legend: z scores [..., Tq, Tk], -inf at masked keys; p weights [..., Tq, Tk]; ro
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -62,10 +62,6 @@ class RowStats:
     fallback: Tensor
     status: Tensor
     index: Any = None
-
-    def map(self, fn: Any) -> "RowStats":
-        """Apply `fn` to every tensor."""
-        return RowStats(**{f.name: None if (t := getattr(self, f.name)) is None else fn(t) for f in fields(self)})
 
 
 class Weighting(ABC):

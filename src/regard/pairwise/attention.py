@@ -153,10 +153,8 @@ def _prepare(
     elif shared and getattr(spec.similarity, "symmetric", False):
         # the queries are the keys: keep one tensor for the backward pass
         q = k = k if scale == 1.0 else k * scale**0.5
-    elif not spec.takes_scale and isinstance(scale, float) and scale == 1.0:
-        pass  # multiplying by one would keep another copy of the queries for the backward pass
-    else:
-        q = q * scale
+    elif spec.takes_scale or not isinstance(scale, float) or scale != 1.0:
+        q = q * scale  # not by one, which would keep another copy of the queries for the backward pass
     x, y = (query, key) if spec.degree else (None, None)
     return Inputs(q, k, value, x, y, visible, problem, scale, dict(plan.numbers), factor=factor, raw=raw), non_finite
 

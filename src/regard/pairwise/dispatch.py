@@ -133,16 +133,21 @@ class _Entry:
     priority: int
     impl: Any = field(compare=False)
 
+    def reason(self, problem: Problem) -> str | None:
+        """Return why it cannot run the problem, or None."""
+        return self.impl.available() or self.impl.supports(problem)
+
+    def hesitation(self, problem: Problem) -> str | None:
+        """Return why `impl="auto"` does not run it, or None."""
+        hesitates = getattr(self.impl, "hesitates", None)
+        return None if hesitates is None else hesitates(problem)
+
 
 implementations_registry: Registry[_Entry] = Registry(
     "implementation", "regard.implementations", home="regard.implementations"
 )
-
-
 _ranking: list[_Entry] = []
 """Entries of the registry, highest priority first."""
-
-
 plans: dict[Any, Any] = {}
 """`plan.plan_of` keeps its results here, by the arguments of calls."""
 
@@ -170,15 +175,6 @@ def _ranked() -> list[_Entry]:
     return _ranking
 
 
-def _reason(entry: _Entry, problem: Problem) -> str | None:
-    return entry.impl.available() or entry.impl.supports(problem)
-
-
-def _hesitation(entry: _Entry, problem: Problem) -> str | None:
-    hesitates = getattr(entry.impl, "hesitates", None)
-    return None if hesitates is None else hesitates(problem)
-
-
 def choose(problem: Problem, impl: str) -> Any:
     """Return the implementation that runs the problem.
 
@@ -188,17 +184,17 @@ def choose(problem: Problem, impl: str) -> Any:
     """
     if impl == "auto":
         for entry in _ranked():
-            if _reason(entry, problem) is None and _hesitation(entry, problem) is None:
+            if entry.reason(problem) is None and entry.hesitation(problem) is None:
                 return entry.impl
-        reasons = "; ".join(f"{e.name}: {_reason(e, problem)}" for e in _ranked())
+        reasons = "; ".join(f"{e.name}: {e.reason(problem)}" for e in _ranked())
         raise ArgumentError(f"attention: no implementation supports this ({reasons}).")
     if impl not in implementations_registry:
         names = ["auto", *implementations_registry.names()]
         raise ArgumentError(f"attention: unknown impl {shown(impl)}.{suggestion(shown(impl), names)}")
     entry = implementations_registry.get(impl)
-    reason = _reason(entry, problem)
+    reason = entry.reason(problem)
     if reason is not None:
-        able = [e.name for e in _ranked() if _reason(e, problem) is None]
+        able = [e.name for e in _ranked() if e.reason(problem) is None]
         raise ArgumentError(f"attention: impl={impl!r} {reason}. Those that can: {', '.join(able) or 'none'}.")
     return entry.impl
 
@@ -226,8 +222,8 @@ def explain_problem(problem: Problem) -> Explanation:
     """List every implementation with its cost, or the reason why it does not run."""
     rows = []
     for entry in _ranked():
-        reason = _reason(entry, problem)
+        reason = entry.reason(problem)
         cost = None if reason else entry.impl.cost(problem)
-        rows.append((entry.name, reason or _hesitation(entry, problem), cost))
+        rows.append((entry.name, reason or entry.hesitation(problem), cost))
     chosen = next((name for name, reason, _ in rows if reason is None), "nothing")
     return Explanation(chosen, tuple(rows))

@@ -77,7 +77,9 @@ class Reference(Implementation):
         row = (*counts(p.detach()), inputs.scale, rows, visible)
         shown = (p, signed if spec.degree else None)
         weights, effective = shown if keys else (None if x is None else x[..., :0] for x in shown)
-        report = diagnose(spec, stats.map(Tensor.detach), *row, weights=weights, solver=solver, effective=effective)
+        report = diagnose(
+            spec, replace(stats, theta=stats.theta.detach()), *row, weights=weights, solver=solver, effective=effective
+        )
         return signed @ v, report
 
 

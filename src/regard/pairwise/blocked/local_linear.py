@@ -137,7 +137,9 @@ def _solved_rows(
     if system.probe is None:
         status = rounded(status, t, system.squares()[..., 0])
     floats[..., SLOPE - FLOATS :].copy_(t)
-    flags[..., 0].copy_(system.reported_status(status))
+    flags[..., 0].copy_(status)
+    if system.raised is not None:
+        flags[..., 0].masked_fill_(system.raised.any(-1) & (status == 0), int(SolveStatus.JITTER))
     weights = torch.addcmul(system.p, system.corrections(solved.value), size).to(floats.dtype)
     if system.counted:
         columns = [*(solved.statistics[name] for name in STATISTICS), negative_part(weights)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...grammar.solvers import Cholesky
-from ...grammar.systems import Solved, SolveStatus, System
+from ...grammar.systems import Solved, System
 from . import live_rows
 
 NUMBERS = 2**21
@@ -118,12 +118,6 @@ class WeightedRows(System):
         floor = 4 * torch.finfo(self.p.dtype).eps * self.squares()
         self.raised = floor > self.ridge
         self.ridge = torch.where(self.raised, floor, self.ridge)
-
-    def reported_status(self, status: Tensor) -> Tensor:
-        """Return the status [n, q] of a solution, JITTER where a ridge was raised."""
-        if self.raised is None:
-            return status
-        return torch.where(self.raised.any(-1) & (status == 0), int(SolveStatus.JITTER), status)
 
     def squares(self) -> Tensor:
         """Return the weighted mean of |y_j|^2 [n, q, 1]."""

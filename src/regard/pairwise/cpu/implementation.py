@@ -110,8 +110,7 @@ class NumbaRows(Rows):
         if not isinstance(kernel, Polynomial):
             return self._code("own" if hasattr(kernel, "numba_relative") else kernel.name)
         r = self.spec.bandwidth.power(kernel, params)
-        whole = {1.0: "power1", 2.0: "power2", 3.0: "power3"}
-        return self._code(whole.get(r if isinstance(r, float) else 0.0, "power"))
+        return self._code(f"power{r:g}" if isinstance(r, float) and r in (1.0, 2.0, 3.0) else "power")
 
     def _numbers(self, like: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         """Return (r, margin or bias) of every row [R], in the dtype of `like` [..., w]."""
