@@ -299,8 +299,7 @@ _CONSTRUCTOR = re.compile(r"^Spec: (?:(?:kernel|bandwidth|similarity|solver): )?
 
 
 def _read(where: str, read: Callable[[str], Spec], text: str) -> Spec:
-    """Return read(text). Its errors begin with `where`, the call and its argument, and do not name the constructor,
-    which the caller did not call."""
+    """Return read(text). Errors begin with `where`, the call and its argument, not with the constructor's name."""
     try:
         return read(text)
     except ArgumentError as error:

@@ -68,13 +68,10 @@ class Fixed(RuleBase):
             )
         return Ratio(kernel, self)
 
-    def own_params(self) -> Mapping[str, ParamInfo]:
-        return {"bias": ParamInfo(self._bias)}
-
     def param_info(self, kernel: Any) -> Mapping[str, ParamInfo]:
         if self.h is not None:
             return {**kernel.params, "h": ParamInfo(self.h, low=0.0, strict=True)}
-        return {**kernel.params, **(self.own_params() if kernel.compact else {})}
+        return {**kernel.params, **({"bias": ParamInfo(self._bias)} if kernel.compact else {})}
 
     def resolve(
         self, kernel: Any, similarity: Any, scale: Number | None, params: Params, dim: int

@@ -29,8 +29,7 @@ Kept: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """Weights of a block of scores [n, q, w], which may be overwritten, and their derivative: any weighting, with torch
-    operations."""
+    """Weights of a block of scores [n, q, w], which may be overwritten, and their derivative, with torch operations."""
 
     spec: Spec
     marks: ClassVar[bool] = False
@@ -49,8 +48,7 @@ class Rows:
         return True
 
     def weigh(self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor) -> tuple[Tensor, Kept]:
-        """Return the weights and the statistics of the rows. If `self.marks`, mark in `marks` the keys that have weight
-        or determine a threshold."""
+        """Return weights and statistics. If `self.marks`, mark keys that have weight or determine a threshold."""
         z = block.hide(z)
         stats, p = self.spec.weighting.fit_weights(z, params, fast=z.device.type == "cpu")
         seen = counts(p) if counted else (torch.zeros_like(stats.top),) * 2

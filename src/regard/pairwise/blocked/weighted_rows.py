@@ -161,8 +161,7 @@ class WeightedRows(System):
 
     def cross(self, t: Tensor, u: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
         """Return the derivatives through the diagonal blocks of the covariance, for dL/dC = -u t^T: by p sum_b e_b f_b
-        [n, q, w], and by y sum_i p_ij sum_b (f_b t_b + e_b u_b) [n, w, D], with the slopes e and f of t and u in block
-        b."""
+        [n, q, w], and by y sum_i p_ij sum_b (f_b t_b + e_b u_b) [n, w, D]; e_b, f_b slopes of t and u in block b."""
         first, second = self._pairs(blocks)
         size = t.shape[-1] // blocks
         both = t[..., first] * u[..., second] + t[..., second] * u[..., first]  # [n, q, g s s], symmetric in a block
@@ -223,8 +222,7 @@ class FewRows(WeightedRows):
             self.mean = torch.where(self._far, self.mean, p @ y)
 
     def _origin(self, first: int) -> Tensor:
-        """Return the mean of the near keys [n, 1, D], all from the first on; zero if they spread wider than its
-        length."""
+        """Return the mean [n, 1, D] of the near keys, all from `first` on; 0 if they spread wider than its length."""
         share, y = self.share[:, None, first:], self.raw[:, first:]
         origin = share @ y
         far = origin.square().sum(-1, keepdim=True) > 0.5 * (share @ y.square().sum(-1, keepdim=True))

@@ -55,8 +55,7 @@ def _broken() -> str | None:
 
 
 def unsupported(spec: Spec) -> str | None:
-    """Return None if the numba loops can compute the weighting of `spec`, else why not; under compilation
-    without a look at whether numba can be imported."""
+    """Return None if the numba loops can compute `spec`, else why not; whether they load is not asked in graphs."""
     weighting, rule = spec.weighting, spec.bandwidth
     if type(weighting) is not Ratio or type(rule) not in (Adaptive, Anchored, Fixed, Nearest):
         return 'supports only normalised kernels with a built-in thresholding rule and gradient="hard"'
