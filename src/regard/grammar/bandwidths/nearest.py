@@ -147,17 +147,14 @@ class SoftNearest(Weighting):
         top, empty = row_top(z)
         scores = z.detach()
         best, kth, cut, _ = _kth(scores, self.rule.k)
-        more = torch.zeros_like(empty)
-        if best.shape[-1] > self.rule.k:
-            more = best[..., self.rule.k :] > -torch.inf
+        one, none = torch.ones_like(top), torch.zeros_like(empty)
+        more = best[..., self.rule.k :] > -torch.inf if best.shape[-1] > self.rule.k else none
         following = best[..., -1:]
         outside = (scores == following) & ~_chosen(scores, kth, cut)
         index = torch.cat([cut, outside.int().argmax(-1, keepdim=True)], -1)
         middle = z.gather(-1, index).mean(-1, keepdim=True)
-        zero = torch.zeros_like(empty)
         theta = torch.where(more, middle, -torch.inf)  # at most k keys: the gate is open
-        one = torch.ones_like(top)
-        stats = RowStats(top, theta, one, one, empty, zero, zero.int(), index)
+        stats = RowStats(top, theta, one, one, empty, none, none.int(), index)
         mass = self._values(z, stats)[0].sum(-1, keepdim=True)
         return replace(stats, mass=torch.where(empty, 1, mass))
 

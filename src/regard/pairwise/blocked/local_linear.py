@@ -63,14 +63,13 @@ class Tensors(NamedTuple):
     def fit(self, block: Block, p: Tensor, ridge: float | Tensor, exact: bool = False) -> tuple[WeightedRows, Tensor]:
         """Return the systems of the rows, in float64 if `exact`, and their right sides."""
         spec, y, common = block.work.spec, block.columns(self.y), block.common(p.device)
-        probe = None if self.probe is None else block.rows(self.probe)
         few = p.shape[1] <= FEW and spec.solver.name in ("auto", "cholesky")
         fewest, most = _seen(block, y)
         # If a row sees fewer keys than coordinates, the part of q - m outside their span makes t as long as 1 / ridge.
         # float32 would then round away the rest, which is all that matters for the output.
         fewest = 0 if exact else fewest  # `auto` then solves directly
         wide = torch.float64 if fewest < y.shape[-1] or y.shape[-2] <= 2 * y.shape[-1] else p.dtype
-        probe = None if probe is None else probe.to(wide)
+        probe = None if self.probe is None else block.rows(self.probe).to(wide)
         ridge = ridge.to(wide) if isinstance(ridge, Tensor) else ridge
         some_are_zero = getattr(spec.kernel, "compact", False) or spec.bandwidth.name != "fixed"
         sparse = some_are_zero or most <= y.shape[-1]
@@ -199,7 +198,7 @@ def _gradient(
     else:
         u = torch.zeros_like(t)
         block.rows(d.probe).sub_(right)
-    dp = _plain_gradient(block, system, (t, u), (a, gamma), d.y).to(p.dtype)
+    dp = _plain_gradient(block, system, t, u, a, gamma, d.y).to(p.dtype)
     dp = block.hide(dp, fill=0.0)  # a large masked key can make it infinite, and infinity times a slope of 0 is NaN
     loss, share = t * u, None
     if spec.ridge_mode == "absolute":
@@ -226,13 +225,10 @@ def _effect(spec: Spec, system: WeightedRows, away: Tensor, t: Tensor) -> tuple[
 
 
 def _plain_gradient(
-    block: Block, system: WeightedRows, solved: tuple[Tensor, Tensor], pairs: tuple[Tensor, Tensor],
-    dy: Tensor,
-) -> Tensor:  # fmt: skip
-    """Return dL/dp [n, q, w] up to a constant per row, and add dL/dy to `dy`. `solved` holds t and u; `pairs` holds a
-    and gamma - gammabar, which are overwritten."""
-    (t, u), (a, gamma), p = solved, pairs, system.p
-    solver = block.work.spec.solver
+    block: Block, system: WeightedRows, t: Tensor, u: Tensor, a: Tensor, gamma: Tensor, dy: Tensor
+) -> Tensor:
+    """Return dL/dp [n, q, w] up to a constant per row, and add dL/dy to `dy`. Overwrite a and gamma - gammabar."""
+    p, solver = system.p, block.work.spec.solver
     blocks = solver.blocks if solver.name == "block-diagonal" else 1
     if system.probe is not None:
         block.add_columns(dy, t, gamma * p)
