@@ -98,11 +98,8 @@ class Visibility:
 
     def any_seen(self, marked: Tensor) -> Tensor:
         """Return which queries [B, H, Tq] see a marked key; `marked` is boolean [B, H, Tk]."""
-        mask = self.mask
-        if mask is None:
-            return self._count(marked) > 0
-        if mask.shape[-2] == 1:
-            return self._count(marked & mask[..., 0, :]) > 0
+        if self.mask is None or self.mask.shape[-2] == 1:
+            return self._count(marked if self.mask is None else marked & self.mask[..., 0, :]) > 0
         visible = self.block(0, self.queries, 0, self.keys, marked.device)
         visible = visible.expand(*visible.shape[:-1], self.keys).float()
         if visible.shape[1] == 1:  # one mask for all heads: one matrix product

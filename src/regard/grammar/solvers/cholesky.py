@@ -37,15 +37,14 @@ class Cholesky(Solver):
         if not (unreadable(singular) or bool(singular.any())):
             solution = torch.cholesky_solve(right[..., None], factor)
         else:
-            jitter, left = self._jitter(sound.detach(), singular & penalised)
+            jitter, left = self._jitter(sound.detach(), eye, singular & penalised)
             left |= singular & (jitter == 0)
-            raised = sound + jitter[..., None, None] * eye
-            regular = torch.cholesky_solve(
-                right[..., None], torch.linalg.cholesky_ex(torch.where(left[..., None, None], eye, raised))[0]
-            )
-            held = torch.where(left[..., None, None], sound, eye)
+            matrices, raised = left[..., None, None], sound + jitter[..., None, None] * eye
+            factor = torch.linalg.cholesky_ex(torch.where(matrices, eye, raised))[0]
+            regular = torch.cholesky_solve(right[..., None], factor)
+            held = torch.where(matrices, sound, eye)
             least = torch.linalg.pinv(held, hermitian=True, rtol=_rtol(matrix)) @ right[..., None]
-            solution = torch.where(left[..., None, None], least, regular)
+            solution = torch.where(matrices, least, regular)
             status = torch.where(jitter > 0, int(SolveStatus.JITTER), status)
             why = torch.where(penalised, int(SolveStatus.INACCURATE), int(SolveStatus.MINIMUM_NORM))
             status = torch.where(left, why, status)
@@ -53,11 +52,10 @@ class Cholesky(Solver):
         solved = direct_solution(matrix.detach(), right.detach(), value.detach(), status, jitter)
         return solved._replace(value=value)
 
-    def _jitter(self, matrix: Tensor, singular: Tensor) -> tuple[Tensor, Tensor]:
+    def _jitter(self, matrix: Tensor, eye: Tensor, singular: Tensor) -> tuple[Tensor, Tensor]:
         """Return (the first jitter that makes a singular matrix regular, else 0; which stay singular)."""
         mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
         unit = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * torch.where(mean > 0, mean, 1)
-        eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
         jitter, left = torch.zeros_like(unit), singular
         for rung in self.RUNGS:
             jitter = torch.where(left, rung * unit, jitter)
