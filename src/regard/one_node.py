@@ -109,10 +109,15 @@ def differentiable(forward: Any, backward: Any, gradients: Callable[..., tuple[T
         return *given, *(None,) * (ctx.count - len(given))
 
     forward.register_autograd(differentiate, setup_context=save)
-    backward.register_autograd(_refuse)
-
-
-def _refuse(ctx: Any, *_: Any) -> None:
     # the caller may have no argument `impl`
-    hint = "call regard.attention or regard.local_linear_attention with impl='reference'"
-    raise ArgumentError(f"attention: fast forms are differentiable once; for second derivatives {hint}.")
+    second = "regard.attention or regard.local_linear_attention with impl='reference'"
+    backward.register_autograd(once("attention: fast forms are", second))
+
+
+def once(what: str, second: str) -> Callable[..., Any]:
+    """Return a backward pass that says that `what` has no second derivatives, and what to call for them."""
+
+    def refuse(ctx: Any, *_: Any) -> None:
+        raise ArgumentError(f"{what} differentiable once; for second derivatives call {second}.")
+
+    return refuse

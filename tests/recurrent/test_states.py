@@ -213,7 +213,7 @@ def test_tensors_that_do_not_fit_each_other(name: str) -> None:
         ((q[:, :, :5], k, v), "causal order needs a key for every query"),
         ((q[:, :3], k, v), "must be a multiple"),
         ((q, k, v[:, :, :5]), "key and value differ in heads or length"),
-        ((q, k, v.float()), r"value torch\.float32 on cpu"),
+        ((q, k, v.float()), r"value is torch\.float32 on cpu"),
     ):
         refuses(message, CALLS[name], *tensors)
 

@@ -82,9 +82,7 @@ def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str)
     axes.margins(x=0)
     _name_ends(axes, curves)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(left=0)
-    axes.set_xlabel("optimiser step")
-    axes.set_ylabel("bits per character")
+    axes.set(xlim=(0, None), xlabel="optimiser step", ylabel="bits per character")
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(title="held out (dots); training (thin)", frameon=False, loc="outside upper center", ncols=3)
@@ -156,8 +154,7 @@ def _draw_weights(axes: Axes, weights: np.ndarray, figure: Figure) -> None:
             image = axes.imshow(shown, cmap=colours, norm=norm, interpolation="nearest")
             label = "weight" if sign > 0 else "negative weight"
             figure.colorbar(image, ax=axes, location="bottom", shrink=0.6, aspect=40, pad=0.01, label=label)
-    axes.set_ylabel("query")
-    axes.set_xlabel("key")
+    axes.set(xlabel="key", ylabel="query")
     axes.xaxis.set_label_position("top")
 
 

@@ -96,8 +96,7 @@ class FastWeightState(StreamState):
     def detach_written(self, names: Iterable[str], rows: Tensor | None) -> FastWeightState:
         return replace(super().detach_written(("keys",), rows), values=self.values.detach(rows))
 
-    def restart(self, rows: Tensor | None = None) -> FastWeightState:
-        rows = self._all() if rows is None else rows
+    def restart(self, rows: Tensor) -> FastWeightState:
         return replace(super().restart(rows), values=self.values.reset(rows))
 
     def reset(self) -> FastWeightState:
@@ -107,8 +106,7 @@ class FastWeightState(StreamState):
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(-1)
         chosen = super().select(indices)
-        values = self.values.select(indices.to(self.keys.device))
-        return replace(chosen, values=values, seen=picked(self.seen, indices))
+        return replace(chosen, values=self.values.select(indices), seen=picked(self.seen, indices))
 
     def repeat(self, n: int) -> FastWeightState:
         return replace(super().repeat(n), values=self.values.repeat(n), seen=repeated(self.seen, n))
@@ -118,9 +116,7 @@ class FastWeightState(StreamState):
         tensors = {
             **super().to_tensors(),
             "counts": torch.tensor(self.waits),
-            "seen": torch.tensor(self.seen),
-            "writes": torch.tensor(self.writes),
-            "shared": torch.tensor(self.shared),
+            **{name: torch.tensor(getattr(self, name)) for name in ("seen", "writes", "shared")},
             "store": torch.tensor(list(names[type(self.values)].encode()), dtype=torch.uint8),
             **{f"values.{name}": x for name, x in self.values.to_tensors().items()},
             **{f"waiting.{name}": x for name, x in self.waiting.tokens().items()},
@@ -140,7 +136,7 @@ class FastWeightState(StreamState):
             parts[part][rest] = tensors[name]
         missing = sorted(names - set(tensors))
         require(not missing, call, f"{', '.join(missing)} missing; give what to_tensors() wrote.")
-        counts = tuple(tensors["counts"].tolist())
+        counts, seen, writes = (tuple(tensors[name].tolist()) for name in ("counts", "seen", "writes"))
         needed = NEEDED if any(counts) else set()
         text = f"got waiting tensors {', '.join(sorted(parts['waiting'])) or 'none'}; give what to_tensors() wrote."
         require(needed <= set(parts["waiting"]) <= NEEDED | OPTIONAL, call, text)
@@ -150,8 +146,8 @@ class FastWeightState(StreamState):
             initial_keys=tensors["initial_keys"],
             values=store.from_tensors(parts["values"]),
             waiting=Waiting((parts["waiting"],) if any(counts) else (), counts),
-            seen=tuple(tensors["seen"].tolist()),
-            writes=tuple(tensors["writes"].tolist()),
+            seen=seen,
+            writes=writes,
             shared=bool(tensors["shared"]),
             tokens=int(tensors["tokens"]),
         )

@@ -382,9 +382,7 @@ def _fields(
 
 def _positions(seen: Sequence[int], mask: Tensor | None, tokens: int, device: torch.device) -> Tensor:
     """Return for each token the number of real tokens before it in its row, [B, T]."""
-    if mask is not None:
-        return mask.cumsum(1) - 1 + torch.tensor(seen, device=device)[:, None]
-    if len(set(seen)) == 1:
+    if mask is None and len(set(seen)) == 1:
         return torch.arange(seen[0], seen[0] + tokens, device=device).expand(len(seen), tokens)
-    before = torch.tensor(seen, device=device, dtype=torch.long)
-    return before[:, None] + torch.arange(tokens, device=device)
+    places = torch.arange(tokens, device=device) if mask is None else mask.cumsum(1) - 1
+    return torch.tensor(seen, device=device, dtype=torch.long)[:, None] + places

@@ -91,13 +91,9 @@ class StreamState(State):
         return self.waiting.counts
 
     @property
-    def _firsts(self) -> set[str]:
-        return {name for name in self.MEMORY.values() if name}
-
-    @property
     def bytes(self) -> int:
         """The memory of all tensors, without the first values, which belong to the layer."""
-        return self.waiting.bytes + sum(x.nbytes for name, x in self._tensors().items() if name not in self._firsts)
+        return self.waiting.bytes + sum(x.nbytes for x in self.memory.values())
 
     def map(self: S, fn: Callable[[Tensor], Tensor]) -> S:
         return replace(super().map(fn), waiting=self.waiting.map(fn))
@@ -108,7 +104,7 @@ class StreamState(State):
     def detach(self: S) -> S:
         """Cut off gradients (truncated backpropagation). Memories that restart later still pass gradients to their
         first values if those are leaves of the graph (parameters)."""
-        kept = {name: x for name, x in self._tensors().items() if name in self._firsts and x.is_leaf}
+        kept = {name: x for name, x in self._tensors().items() if name not in self.MEMORY and x.is_leaf}
         return replace(StreamState.map(self, Tensor.detach), **kept)
 
     def detach_written(self: S, names: Iterable[str], rows: Tensor | None) -> S:
@@ -116,22 +112,18 @@ class StreamState(State):
         new = {n: x.detach() if rows is None else blend(rows, x.detach(), x) for n in names for x in [getattr(self, n)]}
         return replace(self, **new)
 
-    def restart(self: S, rows: Tensor | None = None) -> S:
-        """Set the memories `rows` (boolean [M]; None: all) back to their first values, and drop their waiting
-        tokens."""
-        rows = self._all() if rows is None else rows
+    def restart(self: S, rows: Tensor) -> S:
+        """Set the memories `rows` (boolean [M]) back to their first values, and drop their waiting tokens."""
         flags, memory = rows.tolist(), self.memory
-        for name, old in self.memory.items():
-            first = self.MEMORY[name]
+        for name, first in self.MEMORY.items():
+            old = memory[name]
             memory[name] = blend(rows, getattr(self, first) if first else old.new_zeros(()), old)
         writes = tuple(0 if again else n for again, n in zip(flags, self.writes, strict=True))
         return replace(self, **memory, waiting=self.waiting.written(flags), writes=writes)
 
-    def _all(self) -> Tensor:
-        return torch.ones(len(self.writes), dtype=torch.bool, device=device_of(self._tensors()))
-
     def reset(self: S) -> S:
-        return replace(self.restart(), tokens=0)
+        every = torch.ones(len(self.writes), dtype=torch.bool, device=device_of(self.memory))
+        return replace(self.restart(every), tokens=0)
 
     def select(self: S, indices: Tensor) -> S:
         """Return the sequences `indices`, integers [N] in that order (beam search) or flags [B]. It is an ArgumentError
@@ -139,15 +131,15 @@ class StreamState(State):
         self._require_own("select")
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(-1)
-        index = indices.to(self._all().device)
-        rows = {name: x[index] for name, x in self._tensors().items() if name not in self._firsts}
+        index = indices.to(device_of(self.memory))
+        rows = {name: x[index] for name, x in self.memory.items()}
         return replace(self, **rows, waiting=self.waiting.select(index), writes=picked(self.writes, indices))
 
     def repeat(self: S, n: int) -> S:
         """Repeat every sequence `n` times in a row. Raise ArgumentError if the batch shares one memory."""
         self._require_own("repeat")
         again = lambda x: x.repeat_interleave(n, 0)  # noqa: E731
-        rows = {name: again(x) for name, x in self._tensors().items() if name not in self._firsts}
+        rows = {name: again(x) for name, x in self.memory.items()}
         waiting = replace(self.waiting.map(again), counts=repeated(self.waits, n))
         return replace(self, **rows, waiting=waiting, writes=repeated(self.writes, n))
 

@@ -3,20 +3,23 @@
 Legend: B batch, H query heads, Hkv key heads, T positions, D channels of a key, Dv of a value, F features.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import ArgumentError, shape
+from ..checks import ArgumentError, shape, within
 from ..pairwise.layout import repeat_heads
+from ..pairwise.plan import check_tensors
 from ..pairwise.visibility import Visibility
 from ..precision import clean, full_precision, row_number
 from .packing import Documents, by_document, documents
-from .states import State, require_state
+from .states import Sizes, State, require_state, zeros
 
+S = TypeVar("S", bound=State)
 Form = Literal["chunked", "parallel", "recurrent"]
 FAR = 2**31 - 1
 """An upper bound of the whole numbers that operators take."""
@@ -38,12 +41,14 @@ class Call(NamedTuple):
     def how(self) -> dict[str, Any]:
         return {"causal": self.causal, "strict": self.strict, "form": self.form, "chunk": self.chunk}
 
-    def require_state(self, state: Any, kind: type[State], key: Tensor, sizes: dict[str, Any]) -> None:
-        """Raise ArgumentError unless `state` is None, or a `kind` with tensors of these sizes per head."""
-        if state is not None:
-            heads = (key.shape[0] if self.packed is None else self.packed.count, key.shape[1])
-            wanted = {name: None if size is None else (*heads, *size) for name, size in sizes.items()}
-            require_state(self.name, state, kind, wanted, key.new_empty(0, dtype=self.dtype))
+    def state(self, state: S | None, kind: type[S], key: Tensor, sizes: Sizes) -> S:
+        """Return `state`, checked to be a `kind` with tensors of these sizes per head, or without one an empty one."""
+        heads = (key.shape[0] if self.packed is None else self.packed.count, key.shape[1])
+        if state is None:
+            return kind(**zeros(heads[0], heads[1], self.dtype, key.device, **sizes))
+        wanted = {name: None if size is None else (*heads, *size) for name, size in sizes.items()}
+        require_state(self.name, state, kind, wanted, key.new_empty(0, dtype=self.dtype))
+        return state
 
     def visible(self, qkv: "Tokens", mask: Tensor | None) -> Visibility:
         """Return which keys the queries see; mask [B, 1, Tk]."""
@@ -73,30 +78,14 @@ def begin(
 
 
 def _check_tensors(call: str, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> None:
-    named = {"query": query, "key": key, "value": value}
-    for name, tensor in named.items():
-        checks.floating(call, name, tensor)
-        if tensor.dim() != 4 or tensor.layout != torch.strided:
-            raise ArgumentError(
-                f"{call}: {name} is a {tensor.layout} tensor {shape(tensor)}, expected a dense one [batch, heads, "
-                f"length, dim]."
-            )
-    if any(x.dtype != query.dtype or x.device != query.device for x in named.values()):
-        kinds = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in named.items())
-        raise ArgumentError(f"{call}: dtypes or devices differ: {kinds}; convert with .to().")
-    (batch, heads, queries, dim), (_, kv_heads, keys, _) = query.shape, key.shape
-    shared = heads > 0 and kv_heads > 0 and heads % kv_heads == 0
-    for what, fits in {
-        "batch sizes differ": batch == key.shape[0] == value.shape[0],
-        "query and key differ in their last axis": dim == key.shape[3],
-        "there are no features": dim > 0 and value.shape[3] > 0,
-        "key and value differ in heads or length": key.shape[1:3] == value.shape[1:3],
-        "the number of query heads must be a multiple of the number of key heads": shared,
-        "causal order needs a key for every query (pass is_causal=False to read a state)": not causal
-        or queries == keys,
-    }.items():
-        if not fits:
-            raise ArgumentError(f"{call}: {what}: query {shape(query)}, key {shape(key)}, value {shape(value)}.")
+    _, heads, _, queries, keys, *_ = within(call, None, check_tensors, query, key, value, True)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.layout != torch.strided:
+            raise ArgumentError(f"{call}: {name} is a {x.layout} tensor {shape(x)}, expected a dense one.")
+    if heads == 0 or (causal and queries != keys):
+        needs = "causal order needs a key for every query (pass is_causal=False to read a state)"
+        what = needs if heads else "there are no heads"
+        raise ArgumentError(f"{call}: {what}: query {shape(query)}, key {shape(key)}, value {shape(value)}.")
 
 
 def key_mask(call: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
@@ -112,11 +101,12 @@ def key_mask(call: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
     return (mask[:, 0, 0] if mask.dim() == 4 else mask).expand(batch, keys)
 
 
-def no_pairs(call: str, query: Tensor, kv_heads: int, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of length 0, for queries that read a state only."""
-    checks.tensor(call, "query", query, "batch", "heads", "length", "dim")
-    sizes = (query.shape[0], kv_heads, 0)
-    return query.new_empty(*sizes, query.shape[3]), query.new_empty(*sizes, value_dim)
+def read_state(run: Callable[..., Any], query: Tensor, state: Any, *spec: Any, **how: Any) -> Any:
+    """Return the output of the call `run` for queries that read a state only."""
+    checks.tensor(run.__name__, "query", query, "batch", "heads", "length", "dim")
+    sizes = (query.shape[0], state.values.shape[1], 0)
+    nothing = query.new_empty(*sizes, query.shape[3]), query.new_empty(*sizes, state.values.shape[3])
+    return run(query, *nothing, *spec, state=state, is_causal=False, **how)[0]
 
 
 def order(call: str, is_causal: Any, exclude_self: Any) -> bool:
@@ -186,13 +176,21 @@ def per_key(call: str, name: str, value: Any, key: Tensor, dtype: torch.dtype) -
     return PerKey(torch.where(bad, 0, number), bad)
 
 
+def row_numbers(
+    call: str, query: Tensor, scale: float | Tensor | None, params: Any, dtype: torch.dtype
+) -> tuple[float | Tensor | None, dict[str, float | Tensor]]:
+    """Return scale and params as numbers or tensors [B, H, Tq] of the queries [B, H, Tq, D]."""
+    rows: tuple[Any, ...] = (tuple(query.shape[:3]), dtype, query.device)
+    if scale is not None:
+        checks.in_range(call, "scale", scale, low=0.0, strict=True)
+        scale = row_number(call, "scale", scale, *rows)
+    given = checks.mapping(call, "params", params)
+    return scale, {name: row_number(call, f"params[{name!r}]", n, *rows) for name, n in given.items()}
+
+
 def row_scale(call: Call, scale: float | Tensor | None, query: Tensor) -> float | Tensor:
     """Return the factor of the queries, default 1, as a number or [B, H, Tq, 1]."""
-    if scale is None:
-        return 1.0
-    checks.in_range(call.name, "scale", scale, low=0.0, strict=True)
-    rows = (query.shape[0], query.shape[1], query.shape[2])
-    factor = row_number(call.name, "scale", scale, rows, call.dtype, query.device)
+    factor = row_numbers(call.name, query, 1.0 if scale is None else scale, None, call.dtype)[0]
     return factor[..., None] if isinstance(factor, Tensor) else factor
 
 

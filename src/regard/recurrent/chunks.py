@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
+from ..one_node import once
 from ..precision import full_precision
 from .feature_sums import Sums, augment
 
@@ -358,12 +358,6 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     return dq, dk, dv, dbias, None, dsums, dsquares, *(None,) * 6
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
-    raise ArgumentError(
-        "the chunked form of linear attention is differentiable once; for second derivatives use "
-        "attention(..., impl='reference') or linear_attention(..., form='parallel')."
-    )
-
-
+SECOND = "attention with impl='reference' or linear_attention with form='parallel'"
 _forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse)
+_backward.register_autograd(once("the chunked form of linear attention is", SECOND))

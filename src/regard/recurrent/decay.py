@@ -80,6 +80,15 @@ def suffix(g: Tensor) -> Tensor:
     return pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2) if g.shape[-2] else g
 
 
+def faded(k: Tensor, g: Tensor | None) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return for chunks of keys [..., n, c, F] and g the decay since the start at each position (None: none), that of
+    the whole chunk [..., n, 1 or F], and the keys with the decay until its end."""
+    if g is None:
+        return None, k.new_ones(*k.shape[:-2], 1), k
+    upto = g.cumsum(-2)
+    return upto.exp(), upto[..., -1, :].exp(), k * suffix(g).exp()
+
+
 def segments(g: Tensor) -> Tensor:
     """Return exp(sum of g over j < l <= i) for j <= i, else 0: [..., L] -> [..., L, L]."""
     length = g.shape[-1]
@@ -151,26 +160,22 @@ def _chunked(
     inside = pairs(q, k, g)
     if beta is None:
         inside = inside @ v  # here, so that no pairs are held while the states are made
-    if g is None:
-        a, until = k.new_ones(*k.shape[:3], 1), k
-    else:
-        upto = g.cumsum(-2)
-        a, until = upto[..., -1, :].exp(), k * suffix(g).exp()
-        q = q * upto.exp()[..., None, :]
+    upto, a, until = faded(k, g)
+    q = q if upto is None else q * upto[..., None, :]
     transposed = until.transpose(-1, -2)
     if beta is None:
         before, after = scan(a, transposed @ v, start)
     else:
-        x, y = _system(k, v, g, chunks.cut(beta))
+        since = k if upto is None else k * upto
+        x, y = _system(k, v, g, since, chunks.cut(beta))
         kept = torch.diag_embed(k.new_ones(k.shape[-1]) if g is None else a.expand(*k.shape[:3], k.shape[-1]))
         before, after = scan(kept - transposed @ y, transposed @ x, start)
         inside = _read_chunk(inside, x - y @ before, chunks.size)
     return chunks.rows(inside + q.flatten(-3, -2) @ before, phi.shape[1]), after
 
 
-def _system(k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return X and Y of `delta` for every chunk."""
-    since = k if g is None else k * g.cumsum(-2).exp()
+def _system(k: Tensor, v: Tensor, g: Tensor | None, since: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return X and Y of `delta` for every chunk; `since` is K^."""
     meet = pairs(k[..., None, :], k, g).tril(-1)
     system = beta * meet + torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
     right = beta * torch.cat([v, since], -1)

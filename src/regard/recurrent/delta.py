@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..pairwise.layout import Layout, any_layout
-from .arguments import Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, per_key, row_scale, tokens
+from .arguments import Call, Form, PerKey, Tokens, begin, log_decays, per_key, read_state, row_scale, tokens
 from .decay import decayed
 from .states import LinearMap, Sizes
 
@@ -44,8 +44,7 @@ class DeltaState(LinearMap):
 
     def read(self, query: Tensor, *, scale: float | Tensor | None = None) -> Tensor:
         """Return W q [B, H, Tq, Dv] for queries [B, H, Tq, D]; `scale` as in `delta_rule`."""
-        nothing = no_pairs(CALL, query, *self.values.shape[1::2])
-        return delta_rule(query, *nothing, 0.0, state=self, is_causal=False, scale=scale)[0]
+        return read_state(delta_rule, query, self, 0.0, scale=scale)
 
 
 @any_layout
@@ -98,21 +97,19 @@ def delta_rule(
     fade = log_decays(CALL, log_decay, key, query.shape[3], call.dtype)
     step = per_key(CALL, "beta", beta, key, call.dtype)
     factor = row_scale(call, scale, query)
-    call.require_state(state, DeltaState, key, DeltaState.sizes(key.shape[3], value.shape[3]))
+    state = call.state(state, DeltaState, key, DeltaState.sizes(key.shape[3], value.shape[3]))
     out, after = call.run(_learn, (tokens(call, query, key, value, fade, step), step, fade, factor), state)
     return out.to(query.dtype), after
 
 
 def _learn(
-    inputs: tuple[Tokens, PerKey, PerKey | None, Any], mask: Tensor | None, state: DeltaState | None, call: Call
+    inputs: tuple[Tokens, PerKey, PerKey | None, Any], mask: Tensor | None, state: DeltaState, call: Call
 ) -> tuple[Tensor, DeltaState]:
-    (qkv, step, fade, factor), (batch, kv_heads, keys, dim) = inputs, inputs[0].key.shape
-    if state is None:
-        state = DeltaState.empty(batch, kv_heads, dim, qkv.value.shape[3], dtype=call.dtype, device=qkv.key.device)
+    qkv, step, fade, factor = inputs
     held = (state.values.detach() != 0).flatten(2).any(-1)
     rows, non_finite = qkv.non_finite(call.visible(qkv, mask), held, state.non_finite)
     qkv, step, g = qkv.masked(mask), step.kept(mask), fade and fade.kept(mask).value
     tensors = (qkv.query * factor, qkv.key, qkv.value, g, state.values)
     out, after = decayed(*tensors, beta=step.value[..., None], **call.how)
     out = torch.where(rows[..., None], torch.nan, out)
-    return out, DeltaState(after, non_finite, tokens=state.tokens + keys)
+    return out, DeltaState(after, non_finite, tokens=state.tokens + qkv.key.shape[2])

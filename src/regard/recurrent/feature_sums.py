@@ -26,20 +26,13 @@ from .decay import decayed, read
 
 
 class Sums(NamedTuple):
-    """The sums of each query, and the state after the last key.
+    """The sums of each query, and the state after the last key."""
 
-    Attributes:
-        values: u [B, H, Tq, Dv].
-        mass: Z [B, H, Tq].
-        power: Q [B, H, Tq], or None.
-        sums, squares: A and M after all keys, or None.
-    """
-
-    values: Tensor
-    mass: Tensor
-    power: Tensor | None
-    sums: Tensor | None
-    squares: Tensor | None
+    values: Tensor  # u [B, H, Tq, Dv]
+    mass: Tensor  # Z [B, H, Tq]
+    power: Tensor | None  # Q [B, H, Tq]
+    sums: Tensor | None  # A after all keys
+    squares: Tensor | None  # M after all keys
 
 
 def augment(

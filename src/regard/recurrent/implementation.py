@@ -22,25 +22,19 @@ class Linear:
         return None
 
     def supports(self, problem: Problem) -> str | None:
-        if not finite_features(problem.spec):
-            return "needs finite features: the linear kernel with the fixed rule, at degree 0"
-        if not problem.heads:
-            return "needs a head"
-        if problem.transformed:
-            return "has first derivatives in reverse mode only, without torch.func transforms"
-        if problem.diagnostics:
-            return "has no row statistics: a sum over keys does not count them"
-        if problem.window is not None:
-            return "has no window: keys cannot be taken out of a sum"
-        if problem.segments and problem.queries != problem.keys:
-            return "takes segments only with a query at every key"
-        if problem.segments and (problem.device == "meta" or torch.compiler.is_compiling()):
-            return "reads the segment ids on the host, which compiled graphs and meta tensors do not allow"
-        if problem.mask == "pairs":
-            return "computes one sum for all queries, so the mask may depend only on the key"
-        if problem.causal and problem.offset is None:
-            return "needs one query_offset for all sequences, an int"
-        return None
+        spec, hidden = problem.spec, problem.segments and (problem.device == "meta" or torch.compiler.is_compiling())
+        unable = {
+            "needs finite features: the linear kernel with the fixed rule, at degree 0": not finite_features(spec),
+            "needs a head": not problem.heads,
+            "has first derivatives in reverse mode only, without torch.func transforms": problem.transformed,
+            "has no row statistics: a sum over keys does not count them": problem.diagnostics,
+            "has no window: keys cannot be taken out of a sum": problem.window is not None,
+            "takes segments only with a query at every key": problem.segments and problem.queries != problem.keys,
+            "reads the segment ids on the host, which compiled graphs and meta tensors do not allow": hidden,
+            "computes one sum for all queries, so the mask may depend only on the key": problem.mask == "pairs",
+            "needs one query_offset for all sequences, an int": problem.causal and problem.offset is None,
+        }
+        return next((why for why, holds in unable.items() if holds), None)
 
     def cost(self, problem: Problem) -> Cost:
         features, values = problem.dim + 1, problem.value_dim + 1

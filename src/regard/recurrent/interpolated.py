@@ -27,22 +27,11 @@ CALL = "interpolated_attention"
 
 @any_layout
 def interpolated_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    trend: Any = "mesa",
-    spec: Spec | str = "softmax",
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = True,
-    exclude_self: bool = False,
-    query_offset: int | None = None,
-    segment_ids: Tensor | None = None,
-    scale: float | Tensor | None = None,
-    params: Mapping[str, float | Tensor] | None = None,
-    enable_gqa: bool = False,
-    layout: Layout = "bhtd",
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, trend: Any = "mesa", spec: Spec | str = "softmax", *,
+    attn_mask: Tensor | None = None, is_causal: bool = True, exclude_self: bool = False,
+    query_offset: int | None = None, segment_ids: Tensor | None = None, scale: float | Tensor | None = None,
+    params: Mapping[str, float | Tensor] | None = None, enable_gqa: bool = False, layout: Layout = "bhtd",
+) -> Tensor:  # fmt: skip
     """Return the prediction of a global linear model plus the weighted mean of its residuals.
 
     Args:
@@ -112,10 +101,8 @@ def require_averages(spec: Spec) -> None:
     """Raise ArgumentError unless the weights of `spec` are those of a mean."""
     if spec.degree or not spec.weighting.normalised:
         why = "has its own linear model" if spec.degree else "has weights that do not sum to one"
-        raise ArgumentError(
-            f"{CALL}: the spec {spec} {why}, so there is no mean of residuals; use a normalised spec of degree 0, such "
-            f"as softmax or biweight."
-        )
+        hint = "use a normalised spec of degree 0, such as softmax or biweight"
+        raise ArgumentError(f"{CALL}: the spec {spec} {why}, so there is no mean of residuals; {hint}.")
 
 
 def _key_mask(mask: Tensor | None, key: Tensor) -> Tensor | None:

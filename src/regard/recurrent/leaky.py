@@ -85,13 +85,14 @@ def leaky_average(
     checks.flag(CALL, "average", average)
     _check(x, rate, mask, chunk_size)
     checks.segments(CALL, segment_ids, x.shape[0], x.shape[2], x.device)
-    batch, heads, tokens, _ = x.shape
+    batch, heads, tokens, dim = x.shape
     dtype = torch.promote_types(x.dtype, torch.float32)
     given = rate if isinstance(rate, Tensor) else torch.full((), min(float(rate), 1e30), dtype=dtype, device=x.device)
     rates = given.to(dtype).expand(heads)
     checks.finite(CALL, "x", x)
     wide = x.to(dtype)
-    state = _start(state, wide)
+    state = LeakyState.empty(batch, heads, dim, dtype=dtype, device=x.device) if state is None else state
+    require_state(CALL, state, LeakyState, {"sums": (batch, heads, dim)}, wide)
     # the first position of every token's document [B or 1, T]
     begins = runs_of(segment_ids)[0] if segment_ids is not None and tokens > 1 else None
     with full_precision(x.device.type):
@@ -112,21 +113,11 @@ def leaky_average(
     return out, LeakyState(after, non_finite, tokens=state.tokens + tokens)
 
 
-def _start(state: LeakyState | None, x: Tensor) -> LeakyState:
-    """Return the state that a call with x [B, H, T, D] begins with."""
-    batch, heads, _, dim = x.shape
-    if state is None:
-        return LeakyState.empty(batch, heads, dim, dtype=x.dtype, device=x.device)
-    require_state(CALL, state, LeakyState, {"sums": (batch, heads, dim)}, x)
-    return state
-
-
 def _step(x: Tensor, rates: Tensor, mask: Tensor | None, start: Tensor) -> Tensor:
-    if x.shape[2] == 0:
-        return x
-    fade = (-rates).exp()[:, None]
-    faded = start * fade if mask is None else torch.where(mask[:, :1, None], start * fade, start)
-    return x + faded[:, :, None]
+    """Return h of x [B, H, 0 or 1, D] after `start` [B, H, D]."""
+    start = start[:, :, None]
+    faded = start * (-rates).exp()[:, None, None]
+    return x + (faded if mask is None else torch.where(mask[:, None, :, None], faded, start))
 
 
 def _non_finite(bad: Tensor | None, before: Tensor, begins: Tensor | None) -> Tensor:

@@ -19,14 +19,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, in_range, mapping, within
+from ..checks import ArgumentError, within
 from ..grammar import Spec, as_spec, presets
 from ..grammar.kernels import least_reach
 from ..grammar.weighting import GUARD, Plain
 from ..pairwise.layout import Layout, any_layout, repeat_heads
-from ..precision import full_precision, row_number, transformed
+from ..precision import full_precision, transformed
 from . import feature_sums as forms
-from .arguments import FAR, Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, tokens
+from .arguments import FAR, Call, Form, PerKey, Tokens, begin, log_decays, read_state, row_numbers, tokens
 from .chunks import CHUNK, chunked
 from .decay import decayed
 from .feature_sums import Sums
@@ -98,9 +98,7 @@ class LinearState(State):
     ) -> Tensor:
         """Return the output [B, H, Tq, Dv] of queries [B, H, Tq, D], in their dtype; `spec` is the one that wrote the
         state, `scale` and `params` are those of `linear_attention`."""
-        nothing = no_pairs(CALL, query, self.keys.shape[1], self.values.shape[3])
-        how: dict[str, Any] = {"form": "parallel", "is_causal": False, "scale": scale, "params": params}
-        return linear_attention(query, *nothing, spec, state=self, **how)[0]
+        return read_state(linear_attention, query, self, spec, form="parallel", scale=scale, params=params)
 
 
 def bias_of(spec: Spec, numbers: Mapping[str, float | Tensor]) -> float | Tensor:
@@ -115,29 +113,16 @@ def signed(spec: Spec) -> bool:
 
 @any_layout
 def linear_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spec: Spec | str = "elu",
-    *,
-    log_decay: float | Tensor | None = None,
-    state: LinearState | None = None,
-    form: Form = "chunked",
-    chunk_size: int | None = None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = True,
-    exclude_self: bool = False,
-    segment_ids: Tensor | None = None,
-    scale: float | Tensor | None = None,
-    params: Mapping[str, float | Tensor] | None = None,
-    layout: Layout = "bhtd",
-) -> tuple[Tensor, LinearState]:
+    query: Tensor, key: Tensor, value: Tensor, spec: Spec | str = "elu", *, log_decay: float | Tensor | None = None,
+    state: LinearState | None = None, form: Form = "chunked", chunk_size: int | None = None,
+    attn_mask: Tensor | None = None, is_causal: bool = True, exclude_self: bool = False,
+    segment_ids: Tensor | None = None, scale: float | Tensor | None = None,
+    params: Mapping[str, float | Tensor] | None = None, layout: Layout = "bhtd",
+) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Compute attention by sums over keys, in time linear in the length.
 
     Args:
-        query: [B, H, Tq, D].
-        key: [B, Hkv, Tk, D]; H is a multiple of Hkv.
-        value: [B, Hkv, Tk, Dv].
+        query, key, value: [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv]; H is a multiple of Hkv.
         spec: a spec with the linear kernel, or its text: linear, cosine, shift-cosine, relu, relu2, elu, ...
         log_decay: g <= 0; the weight of the pair (i, j) is multiplied, inside the dot product of the features, by
             exp(sum of g over j < l <= i). A number, per key head [Hkv] (RetNet), per token [B, Hkv, Tk] (Mamba-2) or
@@ -174,12 +159,12 @@ def linear_attention(
     """
     spec = _require_features(as_spec(spec, CALL))
     call = begin(CALL, query, key, value, attn_mask, form, chunk_size, is_causal, exclude_self, segment_ids)
-    scale, bias = _numbers(query, spec, scale, mapping(CALL, "params", params), call.dtype)
+    scale, bias = _numbers(query, spec, scale, params, call.dtype)
     with full_precision(query.device.type):
         qkv = tokens(call, query, key, value)
         q, k = spec.similarity.features(qkv.query, qkv.key)
         qkv = qkv._replace(query=q * (scale[..., None] if isinstance(scale, Tensor) else scale), key=k)
-        call.require_state(state, LinearState, key, LinearState.sizes(spec, k.shape[3] + 1, value.shape[3]))
+        state = call.state(state, LinearState, key, LinearState.sizes(spec, k.shape[3] + 1, value.shape[3]))
         fade = log_decays(CALL, log_decay, key, k.shape[-1], call.dtype)
         if fade is not None:
             _require_fading(spec, fade.value, bias)
@@ -189,12 +174,9 @@ def linear_attention(
 
 
 def _read(
-    inputs: tuple[Tokens, Any, PerKey | None], mask: Tensor | None, state: LinearState | None, call: Call, spec: Spec
+    inputs: tuple[Tokens, Any, PerKey | None], mask: Tensor | None, state: LinearState, call: Call, spec: Spec
 ) -> tuple[Tensor, LinearState]:
     (qkv, bias, fade), (_, k, v, *_) = inputs, inputs[0]
-    if state is None:
-        sizes = LinearState.sizes(spec, k.shape[3] + 1, v.shape[3])
-        state = LinearState(**zeros(k.shape[0], k.shape[1], k.dtype, k.device, **sizes))
     visible, held = call.visible(qkv, mask), state.keys[..., -1].detach()
     counts = visible.counts(k.device) + repeat_heads(held[..., None], qkv.query.shape[1])
     rows, non_finite = qkv.non_finite(visible, held > 0, state.non_finite)
@@ -262,27 +244,19 @@ def _quotient(values: Tensor, mass: Tensor, small: Tensor) -> Tensor:
 def _require_fading(spec: Spec, g: Tensor, bias: float | Tensor) -> None:
     """Raise ArgumentError if the spec cannot have a decay g [B, Hkv, T, 1 or F]."""
     if signed(spec):
-        raise ArgumentError(
-            f"{CALL}: log_decay: {spec} divides signed weights by their sum, and the guard against sums near zero does "
-            f"not fade. Use log_decay with unnormalised weights (linear, cosine) or nonnegative features (elu, relu)."
-        )
+        why = "divides signed weights by their sum, and the guard against sums near zero does not fade"
+        hint = "Use log_decay with unnormalised weights (linear, cosine) or nonnegative features (elu, relu)"
+        raise ArgumentError(f"{CALL}: log_decay: {spec} {why}. {hint}.")
     if g.shape[-1] > 1 and (isinstance(bias, Tensor) or bias != 0):
-        raise ArgumentError(
-            f"{CALL}: log_decay: {spec} has a bias, which belongs to no feature; give a log_decay per token "
-            f"[B, Hkv, T], or a spec without bias such as linear, cosine or elu."
-        )
+        hint = "give a log_decay per token [B, Hkv, T], or a spec without bias such as linear, cosine or elu"
+        raise ArgumentError(f"{CALL}: log_decay: {spec} has a bias, which belongs to no feature; {hint}.")
 
 
 def _numbers(
-    query: Tensor, spec: Spec, scale: float | Tensor | None, params: Mapping[str, float | Tensor], dtype: torch.dtype
+    query: Tensor, spec: Spec, scale: float | Tensor | None, params: Any, dtype: torch.dtype
 ) -> tuple[float | Tensor, float | Tensor]:
     """Return scale and bias, as numbers or [B, H, Tq]."""
-    rows = (query.shape[0], query.shape[1], query.shape[2])
-    to_rows = lambda name, x: row_number(CALL, name, x, rows, dtype, query.device)  # noqa: E731
-    given = {name: to_rows(f"params[{name!r}]", x) for name, x in params.items()}
-    if scale is not None:
-        in_range(CALL, "scale", scale, low=0.0, strict=True)
-        scale = to_rows("scale", scale)
+    scale, given = row_numbers(CALL, query, scale, params, dtype)
     scale, numbers = within(CALL, None, spec.resolve, query.shape[3], scale, given)
     return scale, bias_of(spec, numbers)
 
@@ -290,8 +264,6 @@ def _numbers(
 def _require_features(spec: Spec) -> Spec:
     if not finite_features(spec):
         able = ", ".join(name for name, preset in presets().items() if finite_features(preset))
-        raise ArgumentError(
-            f"{CALL}: the spec {spec} has no finite features, which a state of fixed size needs; those that have: "
-            f"{able}, and every linear*fixed spec. Use regard.attention for {spec}."
-        )
+        why = f"which a state of fixed size needs; those that have: {able}, and every linear*fixed spec"
+        raise ArgumentError(f"{CALL}: the spec {spec} has no finite features, {why}. Use regard.attention for {spec}.")
     return spec

@@ -24,9 +24,9 @@ from ..grammar import SolveStatus
 from ..pairwise.layout import Layout, any_layout, repeat_heads
 from ..precision import transformed
 from . import arguments
-from .arguments import FAR, Call, Form, PerKey, Tokens, begin, log_decays, no_pairs, per_key, row_scale, tokens
+from .arguments import FAR, Call, Form, PerKey, Tokens, begin, log_decays, per_key, read_state, row_scale, tokens
 from .decay import CHUNK, decayed, final, read, shifted
-from .mesa_solve import How, Systems, every_gram, method, solved, statistics
+from .mesa_solve import How, Systems, every_gram, solved, statistics
 from .states import LinearMap, Sizes
 
 CALL = "mesa_attention"
@@ -53,43 +53,26 @@ class MesaState(LinearMap):
 
     def read(self, query: Tensor, *, ridge: float | Tensor, scale: float | Tensor | None = None) -> Tensor:
         """Return the output [B, H, Tq, Dv] of queries [B, H, Tq, D]; `ridge` and `scale` as in `mesa_attention`."""
-        nothing = no_pairs(CALL, query, *self.values.shape[1::2])
-        how: dict[str, Any] = {"ridge": ridge, "scale": scale, "is_causal": False}
-        return mesa_attention(query, *nothing, state=self, **how)[0]
+        return read_state(mesa_attention, query, self, ridge=ridge, scale=scale)
 
 
 @any_layout
 def mesa_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    ridge: float | Tensor,
-    log_decay: float | Tensor | None = None,
-    beta: float | Tensor | None = None,
-    state: MesaState | None = None,
-    form: Form = "chunked",
-    chunk_size: int | None = None,
-    solver: Solver = "auto",
-    tol: float | None = None,
-    max_iter: int | None = None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = True,
-    exclude_self: bool = False,
-    segment_ids: Tensor | None = None,
-    scale: float | Tensor | None = None,
-    layout: Layout = "bhtd",
+    query: Tensor, key: Tensor, value: Tensor, *, ridge: float | Tensor, log_decay: float | Tensor | None = None,
+    beta: float | Tensor | None = None, state: MesaState | None = None, form: Form = "chunked",
+    chunk_size: int | None = None, solver: Solver = "auto", tol: float | None = None, max_iter: int | None = None,
+    attn_mask: Tensor | None = None, is_causal: bool = True, exclude_self: bool = False,
+    segment_ids: Tensor | None = None, scale: float | Tensor | None = None, layout: Layout = "bhtd",
     return_diagnostics: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Fit a ridge regression of all values so far on their keys, and read it at the queries.
 
     Args:
         query: [B, H, Tq, D], not divided by sqrt(D).
-        key: [B, Hkv, Tk, D]; H is a multiple of Hkv.
-        value: [B, Hkv, Tk, Dv].
-        ridge: > 0 (tensors are checked only under `regard.checks.debug`): a number, per head [H], per head and
-            dimension [H, D], per token [B, H, Tq], or broadcastable to [B, H, Tq, D]. It is in units of a squared key
-            and does not fade. Gradients flow.
+        key, value: [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv]; H is a multiple of Hkv.
+        ridge: > 0 (tensors are checked only under `regard.checks.debug`), in units of a squared key: a number, per head
+            [H], per head and dimension [H, D], per token [B, H, Tq], or broadcastable to [B, H, Tq, D]. It does not
+            fade. Gradients flow.
         log_decay: g <= 0: a number, per key head [Hkv] or per token [B, Hkv, Tk]; -inf clears the state.
         beta: weight of each key >= 0: a number or broadcastable to [B, Hkv, Tk]; default 1.
         form: "chunked", "parallel" (the matrices of all queries at once) or "recurrent" (one after the other).
@@ -115,10 +98,8 @@ def mesa_attention(
         RuntimeWarning: the residual of a system exceeds `tol`, or by default the root of the precision (3e-4 in
             float32). Checked on the CPU, outside compiled graphs.
 
-    Precision: float32 (float64 for float64 inputs) for states and solves, also under autocast; call backward outside
-    autocast, as torch advises.
-    Derivatives: "chunked" once, in reverse mode, by one more solve (under forward mode and torch.func transforms it
-    runs as "parallel"); they are as exact as the solution. The other forms to any order.
+    Precision: as `regard.delta_rule`. Derivatives: "chunked" once, in reverse mode, by one more solve (under forward
+    mode and torch.func transforms it runs as "parallel"), as exact as the solution; the other forms to any order.
     Cost per head with chunks of c: O(T D (D + c) + (T / c) (D^3 + c^3)) by two factors a chunk, O(T D^3) by a matrix
     per query, O(T D (D + c)) per step of conjugate gradients; memory O(T (D + c) + D^2 T / c). "parallel" and (for
     gradients) "recurrent" O(T D^2) memory.
@@ -129,7 +110,7 @@ def mesa_attention(
     ridge = _ridge(ridge, query, call.dtype)
     fade = log_decays(CALL, log_decay, key, None, call.dtype)
     weight = None if beta is None else per_key(CALL, "beta", beta, key, call.dtype)
-    call.require_state(state, MesaState, key, MesaState.sizes(key.shape[3], value.shape[3]))
+    state = call.state(state, MesaState, key, MesaState.sizes(key.shape[3], value.shape[3]))
     qkv = tokens(call, query, key, value, fade, weight)
     inputs = (qkv, weight, fade, ridge, row_scale(call, scale, query))
     (out, solved), after = call.run(_fit, inputs, state, how=how, residuals=return_diagnostics)
@@ -140,11 +121,9 @@ def mesa_attention(
 
 def _fit(
     inputs: tuple[Tokens, PerKey | None, PerKey | None, Tensor, float | Tensor], mask: Tensor | None,
-    state: MesaState | None, call: Call, how: How, residuals: bool,
+    state: MesaState, call: Call, how: How, residuals: bool,
 ) -> tuple[tuple[Tensor, dict[str, Tensor]], MesaState]:  # fmt: skip
-    (qkv, weight, fade, ridge, scale), (batch, kv_heads, keys, dim) = inputs, inputs[0].key.shape
-    if state is None:
-        state = MesaState.empty(batch, kv_heads, dim, qkv.value.shape[3], dtype=call.dtype, device=qkv.key.device)
+    qkv, weight, fade, ridge, scale = inputs
     held = state.gram.detach().diagonal(dim1=-2, dim2=-1).sum(-1) > 0
     rows, non_finite = qkv.non_finite(call.visible(qkv, mask), held, state.non_finite)
     qkv, beta, g = qkv.masked(mask), weight and weight.kept(mask).value, fade and fade.kept(mask).value
@@ -152,7 +131,7 @@ def _fit(
     out, gram, values, measured = _predict(qkv.query * scale, qkv.value, systems, state.values, call, how, residuals)
     out = torch.where(rows[..., None], torch.nan, out)
     measured = {name: x[:, :, : rows.shape[2]] for name, x in measured.items()}
-    return (out, measured), MesaState(values, gram, non_finite, tokens=state.tokens + keys)
+    return (out, measured), MesaState(values, gram, non_finite, tokens=state.tokens + qkv.key.shape[2])
 
 
 def _predict(
@@ -170,7 +149,8 @@ def _predict(
         measured = statistics(q - (read(t, gram) + systems.ridge * t), q) if residuals else {}
         return read(t, values), gram, values, measured
     if call.form == "chunked" and not transformed():
-        t, gram, measured = solved(q, systems, how._replace(method=method(how.method, systems)))
+        direct = "direct" if systems.g is None and systems.ridge.shape[2] == 1 else "dense"
+        t, gram, measured = solved(q, systems, how if how.method == "cg" else how._replace(method=direct))
         out, values = decayed(t, systems.key, v, systems.g, values, chunk=how.chunk)
         return out[:, :, :queries], gram, values, measured
     form = "recurrent" if call.form == "recurrent" else "parallel"
@@ -254,12 +234,8 @@ def _ridge(ridge: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the ridge as [B, H, 1 or Tq, D]."""
     checks.in_range(CALL, "ridge", ridge, low=0.0, high=torch.finfo(dtype).max, strict=True)
     batch, heads, queries, dim = query.shape
-    sizes = {
-        0: ((), ""),
-        1: ((heads,), "per head"),
-        2: ((heads, dim), "and dimension"),
-        3: ((batch, heads, queries), "per token"),
-        4: ((batch, heads, queries, dim), "and dimension"),
-    }
+    shapes = ((), (heads,), (heads, dim), (batch, heads, queries), (batch, heads, queries, dim))
+    each = ("", "per head", "and dimension", "per token", "and dimension")
+    sizes = dict(enumerate(zip(shapes, each, strict=True)))
     whole = arguments.four_axes(CALL, "ridge", ridge, sizes, dtype, query.device)
     return whole.expand(batch, heads, whole.shape[2], dim)

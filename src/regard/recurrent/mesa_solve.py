@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
+from ..one_node import once
 from ..pairwise.layout import repeat_heads
-from .decay import Chunks, decayed, segments, suffix
+from .decay import Chunks, decayed, faded, segments
 from .scan import scan
 
 BLOCK = 16
@@ -74,13 +74,6 @@ class How(NamedTuple):
     max_iter: int
 
 
-def method(solver: str, systems: Systems) -> str:
-    """Return the method of a solver for these systems."""
-    if solver == "cg":
-        return "cg"
-    return "direct" if systems.g is None and systems.ridge.shape[2] == 1 else "dense"
-
-
 def solved(b: Tensor, systems: Systems, how: How) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return (A_i^-1 b_i, H after all keys, statistics [B, H, T]), differentiable once by one more solve: with u = A^-1
     dt, db = u and dA = -u t^T."""
@@ -110,13 +103,21 @@ def _solve(b: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Solve (gram + ridge) t = b; return t and the iterations of conjugate gradients [B, H, T], 0 for other methods."""
     systems, how = Systems(*arguments[:5]), How(*arguments[5:])
     systems = systems._replace(ridge=systems.ridge.expand(*b.shape[:2], -1, -1))
-    iterations = b.new_zeros(b.shape[:3], dtype=torch.int32)
+    gram, size = systems.gram, {"direct": how.chunk, "dense": BLOCK, "cg": _together(b)}[how.method]
+    solutions, steps = [b[:, :, :0]], [b.new_zeros(*b.shape[:2], 0, dtype=torch.int32)]
     with torch.no_grad():
-        if how.method == "direct":
-            return _direct(b, systems, how.chunk), iterations
-        if how.method == "dense":
-            return _dense(b, systems), iterations
-        return _conjugate(b, systems, how.tol, how.max_iter)
+        for first in range(0, b.shape[2], size):
+            at = slice(first, first + size)
+            right, part = b[:, :, at], systems.part(at, gram)
+            if how.method == "cg":
+                span = _Span(part, b.shape[1])
+                (x, taken), gram = span.solve(right, how.tol, how.max_iter), span.after
+            else:
+                x, gram = (_direct if how.method == "direct" else _dense)(right, part)
+                taken = right.new_zeros(right.shape[:3], dtype=torch.int32)
+            solutions.append(x)
+            steps.append(taken)
+    return torch.cat(solutions, 2), torch.cat(steps, 2)
 
 
 @_solve.register_fake
@@ -146,33 +147,16 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return (_solve(grad.contiguous(), *ctx.saved_tensors, *ctx.how)[0], *(None,) * 10)
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
-    raise ArgumentError(
-        "the chunked form of Mesa attention is differentiable once; for second derivatives use mesa_attention(..., "
-        "form='parallel'), or form='recurrent'."
-    )
-
-
 _attach.register_autograd(_differentiate, setup_context=_save)
-_solve.register_autograd(_refuse)
+SECOND = "mesa_attention with form='parallel' or form='recurrent'"
+_solve.register_autograd(once("the chunked form of Mesa attention is", SECOND))
 
 
-def _direct(b: Tensor, systems: Systems, chunk: int) -> Tensor:
-    """Solve by Woodbury's identity with nested factors; memory Theta(T D + c D + D^2) per head."""
-    key = systems.key if systems.beta is None else systems.key * systems.beta.sqrt()[..., None]
-    gram, heads, ridge, solutions = systems.gram, b.shape[1], systems.ridge[:, :, 0], [b[:, :, :0]]
-    for first in range(0, b.shape[2], chunk):
-        at = slice(first, first + chunk)
-        k = key[:, :, at]
-        solutions.append(_inside(b[:, :, at], repeat_heads(k, heads), repeat_heads(gram, heads), ridge))
-        gram = gram + k.transpose(-1, -2) @ k
-    return torch.cat(solutions, 2)
-
-
-def _inside(b: Tensor, k: Tensor, gram: Tensor, ridge: Tensor) -> Tensor:
-    """Solve one chunk: b and k [B, H, c, D], gram [B, H, D, D] before it, ridge [B, H, D]."""
-    size = k.shape[2]
-    whole = gram + torch.diag_embed(ridge)
+def _direct(b: Tensor, systems: Systems) -> tuple[Tensor, Tensor]:
+    """Solve one chunk by Woodbury's identity with nested factors; memory Theta(c D + D^2) per head."""
+    k = systems.key if systems.beta is None else systems.key * systems.beta.sqrt()[..., None]
+    after, heads, size = systems.gram + k.transpose(-1, -2) @ k, b.shape[1], k.shape[2]
+    k, whole = repeat_heads(k, heads), repeat_heads(systems.gram, heads) + torch.diag_embed(systems.ridge[:, :, 0])
     factor = _cholesky(whole)
     from_keys = torch.cholesky_solve(k.transpose(-1, -2), factor)  # A^-1 K^T
     inner = _cholesky(torch.eye(size, dtype=k.dtype, device=k.device) + k @ from_keys)
@@ -188,7 +172,7 @@ def _inside(b: Tensor, k: Tensor, gram: Tensor, ridge: Tensor) -> Tensor:
 
     t = solve(b)
     pairs = torch.where(upto.T, t @ k.transpose(-1, -2), 0)
-    return t + solve(b - t @ whole - pairs @ k)  # one step of refinement
+    return t + solve(b - t @ whole - pairs @ k), after  # with one step of refinement
 
 
 def _cholesky(matrix: Tensor) -> Tensor:
@@ -208,17 +192,12 @@ def _cholesky(matrix: Tensor) -> Tensor:
     return factor
 
 
-def _dense(b: Tensor, systems: Systems) -> Tensor:
-    """Solve `BLOCK` queries at a time; memory Theta(T D + BLOCK D^2) per head."""
-    gram, solutions = systems.gram, [b[:, :, :0]]
-    for first in range(0, b.shape[2], BLOCK):
-        at = slice(first, first + BLOCK)
-        part = systems.part(at, gram)
-        matrices = every_gram(part.key, part.written, part.g, gram)
-        whole, gram = repeat_heads(matrices, b.shape[1]), matrices[:, :, -1].clone()
-        whole.diagonal(dim1=-2, dim2=-1).add_(part.ridge)
-        solutions.append(torch.linalg.solve_ex(whole, b[:, :, at])[0])
-    return torch.cat(solutions, 2)
+def _dense(b: Tensor, systems: Systems) -> tuple[Tensor, Tensor]:
+    """Solve with a matrix for each query; memory Theta(D^2) for each."""
+    matrices = every_gram(systems.key, systems.written, systems.g, systems.gram)
+    whole, after = repeat_heads(matrices, b.shape[1]), matrices[:, :, -1].clone()
+    whole.diagonal(dim1=-2, dim2=-1).add_(systems.ridge)
+    return torch.linalg.solve_ex(whole, b)[0], after
 
 
 def every_gram(key: Tensor, written: Tensor, g: Tensor | None, gram: Tensor) -> Tensor:
@@ -231,38 +210,25 @@ def every_gram(key: Tensor, written: Tensor, g: Tensor | None, gram: Tensor) -> 
     return faded + (segments(g[..., 0]) @ outer).unflatten(-1, (dim, dim))
 
 
-def _conjugate(b: Tensor, systems: Systems, tol: float, max_iter: int) -> tuple[Tensor, Tensor]:
-    """Solve some chunks of `BLOCK` queries at a time, as many as `ELEMENTS` allow."""
-    (batch, heads, length, dim), gram = b.shape, systems.gram
+def _together(b: Tensor) -> int:
+    """Return how many queries, in chunks of `BLOCK`, `ELEMENTS` allow conjugate gradients at once."""
+    batch, heads, length, dim = b.shape
     chunk = max(1, min(BLOCK, length))
-    width = max(1, ELEMENTS // max(1, batch * heads * (chunk * chunk + 2 * dim * dim)))
-    solutions, steps = [b[:, :, :0]], [b.new_zeros(batch, heads, 0, dtype=torch.int32)]
-    for first in range(0, length, width * chunk):
-        at = slice(first, first + width * chunk)
-        span = _Span(systems.part(at, gram), heads, chunk)
-        x, taken = span.solve(b[:, :, at], tol, max_iter)
-        solutions.append(x)
-        steps.append(taken)
-        gram = span.after
-    return torch.cat(solutions, 2), torch.cat(steps, 2)
+    return chunk * max(1, ELEMENTS // max(1, batch * heads * (chunk * chunk + 2 * dim * dim)))
 
 
 class _Span:
-    """Some chunks [B, H, n, c, ...], and the product of their matrices with a vector for each query."""
+    """Some chunks [B, H, n, c, ...] of `BLOCK` queries, and the product of their matrices with a vector for each."""
 
-    def __init__(self, systems: Systems, heads: int, chunk: int) -> None:
-        self.chunks = Chunks(systems.key.shape[2], chunk)
+    def __init__(self, systems: Systems, heads: int) -> None:
+        self.chunks = Chunks(systems.key.shape[2], BLOCK)
         k, written, size = self.chunks.cut(systems.key), self.chunks.cut(systems.written), self.chunks.size
-        self.upto: Tensor | None = None
-        if systems.g is None:
-            self.seen = torch.ones(size, size, dtype=k.dtype, device=k.device).tril()
-            fade, part = k.new_ones(*k.shape[:3], 1), written.transpose(-1, -2) @ k
-        else:
-            g = self.chunks.cut(systems.g)
-            self.seen = repeat_heads(segments(g[..., 0]), heads)
-            self.upto = repeat_heads(g.cumsum(-2).exp(), heads)
-            fade, part = g.cumsum(-2)[..., -1, :].exp(), (written * suffix(g).exp()).transpose(-1, -2) @ k
-        start, self.after = scan(fade, part, systems.gram)
+        g = None if systems.g is None else self.chunks.cut(systems.g)
+        upto, fade, until = faded(written, g)
+        self.upto = None if upto is None else repeat_heads(upto, heads)
+        lower = torch.ones(size, size, dtype=k.dtype, device=k.device).tril()
+        self.seen = lower if g is None else repeat_heads(segments(g[..., 0]), heads)
+        start, self.after = scan(fade, until.transpose(-1, -2) @ k, systems.gram)
         self.start = repeat_heads(start, heads)
         self.key, self.written = repeat_heads(k, heads), repeat_heads(written, heads)
         ridge = systems.ridge

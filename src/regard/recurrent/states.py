@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
@@ -61,12 +62,9 @@ class State:
             ArgumentError: for fewer tokens, since tokens cannot be subtracted from a sum.
         """
         wanted = self.tokens + n if n < 0 else n
-        require(
-            wanted >= self.tokens,
-            f"{type(self).__name__}.crop",
-            f"cannot go back from {self.tokens} tokens to {max(wanted, 0)}: the state is a sum over all tokens and "
-            f"cannot forget some of them; keep an earlier clone(), or reset() and read the tokens again.",
-        )
+        back = f"cannot go back from {self.tokens} tokens to {max(wanted, 0)}: the state is a sum over all tokens and"
+        hint = "keep an earlier clone(), or reset() and read the tokens again"
+        require(wanted >= self.tokens, f"{type(self).__name__}.crop", f"{back} cannot forget some of them; {hint}.")
         return self
 
     @property
@@ -88,11 +86,8 @@ class State:
         """
         known = {f.name for f in fields(cls)}
         some = "".join(f" ({name} only where {when})" for name, when in cls.OPTIONAL.items())
-        require(
-            known - set(cls.OPTIONAL) <= set(tensors) <= known,
-            f"{cls.__name__}.from_tensors",
-            f"got {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(known))}{some}.",
-        )
+        text = f"got {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(known))}{some}."
+        require(known - set(cls.OPTIONAL) <= set(tensors) <= known, f"{cls.__name__}.from_tensors", text)
         values = {name: tensors.get(name) for name in known - {"tokens"}}
         return cls(**values, tokens=int(tensors["tokens"]))
 
@@ -124,10 +119,8 @@ class LinearMap(State, ABC):
 
 def zeros(batch: int, heads: int, dtype: torch.dtype, device: Any, **sizes: Size) -> dict[str, Any]:
     """Return the fields of an empty state: zeros [batch, heads, *size], None for None, and `non_finite`."""
-    fields = {
-        name: None if size is None else torch.zeros(batch, heads, *size, dtype=dtype, device=device)
-        for name, size in sizes.items()
-    }
+    make = partial(torch.zeros, batch, heads, dtype=dtype, device=device)
+    fields = {name: None if size is None else make(*size) for name, size in sizes.items()}
     return {**fields, "non_finite": torch.zeros(batch, heads, dtype=torch.bool, device=device)}
 
 
@@ -143,25 +136,18 @@ def require_state(call: str, state: Any, kind: type[State], sizes: Mapping[str, 
     instance(call, "state", state, kind, f"None or the {kind.__name__} of an earlier call")
     if hasattr(state, "non_finite"):
         sizes = {**sizes, "non_finite": next(size for size in sizes.values() if size is not None)[:2]}
+    hint = "give each layer its own state"
     for name, size in sizes.items():
-        held = getattr(state, name)
+        held, dtype = getattr(state, name), torch.bool if name == "non_finite" else like.dtype
         if not isinstance(held, Tensor if size is not None else type(None)):
             given, needed = type(held).__name__, "none" if size is None else f"a tensor {list(size)}"
-            raise ArgumentError(
-                f"{call}: state has a {given} as {name}, but these arguments need {needed}; give each layer its own "
-                f"state."
-            )
+            raise ArgumentError(f"{call}: state has a {given} as {name}, but these arguments need {needed}; {hint}.")
         if held is None or size is None:
             continue
         if tuple(held.shape) != size:
-            raise ArgumentError(
-                f"{call}: state holds {name} {shape(held)}, but these tensors need [{', '.join(map(str, size))}]; give "
-                f"each layer its own state."
-            )
-        dtype = torch.bool if name == "non_finite" else like.dtype
+            needed = f"these tensors need [{', '.join(map(str, size))}]"
+            raise ArgumentError(f"{call}: state holds {name} {shape(held)}, but {needed}; {hint}.")
         if held.dtype != dtype or held.device != like.device:
-            raise ArgumentError(
-                f"{call}: {name} of the state is {held.dtype} on {held.device}, but these tensors are computed in "
-                f"{dtype} on {like.device}; convert it with state.map."
-            )
+            needed = f"these tensors are computed in {dtype} on {like.device}; convert it with state.map"
+            raise ArgumentError(f"{call}: {name} of the state is {held.dtype} on {held.device}, but {needed}.")
     whole(f"{call}: state", "tokens", state.tokens, 0)

@@ -41,12 +41,7 @@ from .linear import (
     fused_recurrent_retention,
     fused_recurrent_simple_gla,
 )
-from .regression import (
-    chunk_mesa_net,
-    mesa_net_decoding_one_step,
-    parallel_attn,
-    parallel_parallax,
-)
+from .regression import chunk_mesa_net, mesa_net_decoding_one_step, parallel_attn, parallel_parallax
 
 __all__ = [
     "chunk_delta_rule", "chunk_gated_delta_rule", "chunk_gdn", "chunk_gla", "chunk_kda", "chunk_linear_attn",

@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...checks import ArgumentError, floating, in_range, integers, mapping, refuse, require, shape, shown, token_mask
-from ...precision import row_number
+from ...checks import ArgumentError, floating, integers, refuse, require, shape, shown, token_mask
 from .contents import Pairs
 
 
@@ -29,7 +28,7 @@ def paired(keys: Tensor, values: Tensor | None, mask: Tensor | None, call: str) 
     if isinstance(mask, Tensor) and mask.dim() == 1 and len(key) == 1:
         mask = mask[None]
     token_mask(call, "mask", mask, key.shape[0], key.shape[2], like=key, of="keys")
-    return Pairs(key, value, mask)
+    return Pairs(key, value, None if mask is None else mask[:, None])
 
 
 def one_way(call: str, given: Mapping[str, bool], able: tuple[str, ...], why: str) -> None:
@@ -67,18 +66,6 @@ def transforming(call: str, fn: Any) -> Callable[[Tensor], Tensor]:
         return new
 
     return changed
-
-
-def row_numbers(
-    call: str, query: Tensor, scale: Any, params: Any
-) -> tuple[float | Tensor | None, dict[str, float | Tensor]]:
-    """Return scale and params as numbers or tensors [B, H, Tq] of the queries [B, H, Tq, D]."""
-    rows: tuple[Any, ...] = (tuple(query.shape[:3]), query.dtype, query.device)
-    if scale is not None:
-        in_range(call, "scale", scale, low=0.0, strict=True)
-        scale = row_number(call, "scale", scale, *rows)
-    given = mapping(call, "params", params)
-    return scale, {name: row_number(call, f"params[{name!r}]", n, *rows) for name, n in given.items()}
 
 
 def checked_queries(call: str, queries: Tensor, sizes: tuple[int, int] | None, held: Any, slots: Any) -> Tensor:

@@ -21,7 +21,8 @@ from ...grammar import Spec, as_spec
 from ...pairwise.attention import attention
 from ...pairwise.diagnostics import Diagnostics
 from ...pairwise.dispatch import implementations_registry
-from .arguments import checked_queries, one_way, paired, places_of, require_fit, row_numbers, transforming
+from ...recurrent.arguments import row_numbers
+from .arguments import checked_queries, one_way, paired, places_of, require_fit, transforming
 from .contents import Pairs, Sums, learned, require_finite_features, trend_of
 from .energy import require_energy, well
 
@@ -110,12 +111,10 @@ class AssociativeMemory(nn.Module):
         self.scale, self.params = scale, mapping(CALL, "params", params)
         self.impl = choice(CALL, "impl", impl, ["auto", *implementations_registry.names()])
         self.trend = trend_of(store)
-        store = store if self.trend is None else "sums"
-        choice(CALL, "store", store, get_args(Store))
-        choice(CALL, "overflow", overflow, get_args(Overflow))
-        choice(CALL, "combine", combine, get_args(Combine))
-        self.store, self.overflow, self.combine = store, overflow, combine
-        if store == "sums":
+        self.store = choice(CALL, "store", store if self.trend is None else "sums", get_args(Store))
+        self.overflow = choice(CALL, "overflow", overflow, get_args(Overflow))
+        self.combine = choice(CALL, "combine", combine, get_args(Combine))
+        if self.store == "sums":
             require_finite_features(self.spec, self.trend, CALL)
             if capacity is not None:
                 raise ArgumentError(f"{CALL}: sums do not store which pair is the oldest; leave capacity out.")
@@ -376,16 +375,15 @@ class AssociativeMemory(nn.Module):
             hint = f"write(keys) without values{', slots with tied=True' if self.slot_keys is not None else ''}"
             raise ArgumentError(f"{call}: there is an energy only if the values are the keys; {hint}.")
         query = checked_queries(call, queries, self._sizes, self._short, self.slot_keys)
-        scale = self.scale if scale is None else scale
-        numbers = row_numbers(call, query, scale, self.params if params is None else params)
+        params, scale = self.params if params is None else params, self.scale if scale is None else scale
+        numbers = row_numbers(call, query, scale, params, query.dtype)
         parts = [part for part in self._parts(query.shape[0]) if isinstance(part, Pairs)]
         if len(parts) > 1 and not known.additive:
             reads = f"two reads of {self.spec}"
             raise ArgumentError(f"{call}: no energy is known for the sum of {reads}; use combine='shared'.")
         square = query.to(torch.promote_types(query.dtype, torch.float32)).square().sum(-1) / 2
         for part in parts:
-            mask = None if part.mask is None else part.mask[:, None]
-            square = square - within(call, None, well, self.spec, query, part.keys, mask, *numbers)
+            square = square - within(call, None, well, self.spec, query, part.keys, part.mask, *numbers)
         return square.reshape(queries.shape[:-1])
 
     def _parts(self, batch: int) -> Sequence[Pairs | Sums]:
@@ -393,16 +391,11 @@ class AssociativeMemory(nn.Module):
         held = None if self._short is None else self._short.expand(batch)
         if self.slot_keys is None:
             return [] if held is None else [held]
-        long, shared = learned(self.slot_keys, self.slot_values, batch), self.combine == "shared"
-        if self.store == "sums":
-            if isinstance(held, Sums) and shared:
-                return [held.plus(long)]
-            slots = Sums.of(self.spec, long, self.trend)
-            return [slots] if held is None else [held, slots]
-        if held is None:
-            return [long]
-        assert isinstance(held, Pairs)
-        return [long.append(held)] if shared else [long, held]
+        slots = learned(self.slot_keys, self.slot_values, batch)
+        if held is not None and self.combine == "shared":
+            return [held.plus(slots) if isinstance(held, Sums) else slots.append(held)]
+        long = Sums.of(self.spec, slots, self.trend) if self.store == "sums" else slots
+        return [long] if held is None else [long, held]
 
     def _step(
         self, query: Tensor, scale: float | Tensor | None, params: Mapping[str, float | Tensor], diagnostics: bool
@@ -417,7 +410,7 @@ class AssociativeMemory(nn.Module):
             if isinstance(part, Sums):
                 reads.append(part.read(query, scale, params))
                 continue
-            mask = None if part.mask is None else part.mask[:, None, None]
+            mask = None if part.mask is None else part.mask[:, None]
             read = attention(
                 query, part.keys, part.values, self.spec,
                 attn_mask=mask, scale=scale, params=params, impl=self.impl, return_diagnostics=diagnostics,

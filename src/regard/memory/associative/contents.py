@@ -26,7 +26,7 @@ class Pairs:
 
     keys: Tensor
     values: Tensor
-    mask: Tensor | None = None  # [B, n], False at padding; None without padding
+    mask: Tensor | None = None  # [B, 1, n], False at padding; None without padding
 
     def __len__(self) -> int:
         return self.keys.shape[2]
@@ -49,16 +49,13 @@ class Pairs:
         values = keys if same else torch.cat([self.values, new.values], 2)
         if self.mask is None and new.mask is None:
             return Pairs(keys, values)
-        masks = [
-            x.keys.new_ones(len(x.keys), len(x), dtype=torch.bool) if x.mask is None else x.mask for x in (self, new)
-        ]
-        return Pairs(keys, values, torch.cat(masks, 1))
+        every = (x.keys.new_ones(len(x.keys), 1, len(x), dtype=torch.bool) for x in (self, new))
+        masks = [one if x.mask is None else x.mask for one, x in zip(every, (self, new), strict=True)]
+        return Pairs(keys, values, torch.cat(masks, 2))
 
     def select(self, places: Tensor) -> Pairs:
         """Return the pairs at `places`, int64 [m]."""
-        keys = self.keys.index_select(2, places)
-        values = keys if self.values is self.keys else self.values.index_select(2, places)
-        return Pairs(keys, values, None if self.mask is None else self.mask.index_select(1, places))
+        return self.map(lambda t: t.index_select(2, places))
 
     def newest(self, n: int) -> Pairs:
         return self.select(torch.arange(max(len(self) - n, 0), len(self), device=self.keys.device))
@@ -150,7 +147,8 @@ class Sums:
 
     def plus(self, new: Pairs) -> Sums:
         """Add pairs in their order (equations 15 and 16)."""
-        return replace(self, state=self._run(new.keys[:, :, :0], new.keys, new.values, attn_mask=new.mask)[1])
+        mask = None if new.mask is None else new.mask[:, 0]
+        return replace(self, state=self._run(new.keys[:, :, :0], new.keys, new.values, attn_mask=mask)[1])
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
         how |= {"state": self.state, "is_causal": False}

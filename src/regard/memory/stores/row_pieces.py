@@ -144,15 +144,12 @@ class RowPieces:
     def sums(self, ids: Tensor, weights: Tensor, owner: Tensor, owners: int) -> Tensor:
         """Return for each owner the sum of weights times rows over its entries, [owners, D]; owner int64 [E] ascending.
         The first and the added rows are summed apart, so that the result does not depend on where pieces end."""
-        if len(self.pieces) == 1:
+        added = None if len(self.pieces) == 1 else ids >= self.given
+        if added is None or int(added.sum()) in (0, len(ids)):
             return self._sums(ids, weights, owner, owners)
-        added = ids >= self.given
-        count = int(added.sum())
-        if count in (0, len(ids)):
-            return self._sums(ids, weights, owner, owners)
-        mine, others = added.nonzero()[:, 0], (~added).nonzero()[:, 0]
-        out = self._sums(ids[others], weights[others], owner[others], owners)
-        return out.add_(self._sums(ids[mine], weights[mine], owner[mine], owners))
+        both = (~added).nonzero()[:, 0], added.nonzero()[:, 0]
+        first, more = (self._sums(ids[at], weights[at], owner[at], owners) for at in both)
+        return first.add_(more)
 
     def _sums(self, ids: Tensor, weights: Tensor, owner: Tensor, owners: int) -> Tensor:
         offsets = torch.searchsorted(owner, torch.arange(owners, device=self.device))
