@@ -1,7 +1,5 @@
 """The implementation "triton" of `regard.attention`: which kernels run a call."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import Tensor

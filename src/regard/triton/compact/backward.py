@@ -14,8 +14,6 @@ theta, g, rho, shares of best keys and, if it has a function of its own, the rea
 Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimensions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ have weight; the backward pass visits only those. Formulas: `grammar.weighting`;
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, D and Dv features of keys and values.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@ owners see whole come first, without a mask. Entry n of a list is block n // GRO
 Legend: owners are the queries (keys) of a program; mask tiles are the marked blocks of pairs.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

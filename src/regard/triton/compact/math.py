@@ -7,8 +7,6 @@ z = factor q.k. `power`, `lower_power` and `root` are all that depends on r. To 
 Legend: R rows (queries) of a program, K keys of a block.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ of queries rescales sums when better keys appear; a second kernel gives rows wit
 Legend: R = FORM.own queries of a program, K = FORM.tile keys of a block.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

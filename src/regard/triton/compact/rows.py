@@ -4,8 +4,6 @@ Legend: R = FORM.own queries of a program, K = FORM.tile keys of a block; q: the
 keys or values of the head lie, the step from one to the next, how many there are).
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """The weightings that the compact kernels support, and the tile sizes shipped for each kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import FunctionType

@@ -11,8 +11,6 @@ Legend: R = FORM.own queries of a program, K = FORM.tile keys of a block; e exce
 key blocks] of one head, each the number of the pass that made it.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

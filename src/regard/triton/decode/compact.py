@@ -8,8 +8,6 @@ weight. If tensors are `raw`, rows that see a non-finite number are NaN; compact
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

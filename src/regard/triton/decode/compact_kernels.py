@@ -11,8 +11,6 @@ Legend: heads Hkv of keys, each with `count` = group x queries rows; N = B x Hkv
 a query of the sequence sees, `room` of each row. In one pass scores are in base 2, and S = 2 with a given t, else 1.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -16,8 +16,6 @@ keys p (k - mean) is multiplied in two terms, within 2^-16; second moments take 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, N = B H Tq rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

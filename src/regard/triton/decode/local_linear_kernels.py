@@ -1,7 +1,5 @@
 """The kernels of `decode.local_linear`, which describes them. Legend: as in `compact_kernels`; scores in base 2."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

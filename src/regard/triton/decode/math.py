@@ -7,8 +7,6 @@ Legend: ROWS = FORM.own rows of a tile (of `group` query heads x `queries`), 1 o
 features in WIDTH = FORM.wide columns. A matrix: (pointer, strides of sequence, head, row); a factor: (pointer, number).
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

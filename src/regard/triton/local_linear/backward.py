@@ -19,8 +19,6 @@ Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys; x [B, H, Tq,
 v [B, Hkv, Tk, Dv]. In kernels as in `math`; matrices are x, y, v, g.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

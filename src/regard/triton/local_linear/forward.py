@@ -10,8 +10,6 @@ vmean is subtracted with the weights as they were multiplied, so that effective 
 Legend: as in `math`; V = FORM.value_wide columns that hold the Dv features of a value.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ the output. The backward pass solves its own right sides with the same kernels. 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, D and Dv features of keys and values.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -13,8 +13,6 @@ matrix is (pointer, strides of batch, head and row), within a head (pointer, str
 number), and the pointer is read if each row has its own.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

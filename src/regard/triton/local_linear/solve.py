@@ -20,8 +20,6 @@ outside the span of the keys, and only the rest matters. The reported residual i
 Legend: as in `math`; x, r, d: solution, residual and direction of a row; A = C + ridge.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

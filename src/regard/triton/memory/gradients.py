@@ -3,8 +3,6 @@
 Legend: B batch, T tokens, M memories (B, or 1 for all), H heads, k slots a head, K = H k, Dv width of a value.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

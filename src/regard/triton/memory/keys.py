@@ -11,8 +11,6 @@ and by a key 2 (K sum c - sum c q), c = -u exp(s), for s = -log(eps + |q - K|^2)
 Legend: M memories, G = M * H * 2 sets of n sub-keys, P tokens of a memory, k entries of a token, d width of a half.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

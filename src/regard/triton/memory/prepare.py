@@ -4,8 +4,6 @@ errors and shares (`targets`). One launch does these three independent jobs: eac
 Legend: R streams of L tokens, M memories (R, or 1 for all) of P tokens, H heads, n sub-keys of a half, K = H k slots.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, TypeAlias
 
 import torch

@@ -3,8 +3,6 @@
 Legend: B batch, T tokens, K slots a token; M tables of N rows of Dv numbers, P = B T / M tokens of each.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

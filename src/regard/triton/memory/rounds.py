@@ -7,8 +7,6 @@ Legend: B batch, T tokens, M memories (B, or 1 for all), P = B T / M, H heads, n
 width of a half, Dv of a value.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ together, or equal), the token measures all keys that way. So results do not dep
 Legend: B batch, T tokens, H heads, n sub-keys of a half, k selected, d width of a half; a set is a head and a half.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

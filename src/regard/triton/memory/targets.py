@@ -3,8 +3,6 @@
 Legend: R streams of L tokens, M memories (R, or 1 for all), H heads, k slots a head, K = H k, Dv width of a value.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -14,8 +14,6 @@ The write passes the table of gradients on to the version before: with U = dL/dV
 Legend: as in `slot_values`; E = P K entries.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from weakref import ref
 
@@ -41,7 +39,7 @@ class Version:
         self._gradient: Tensor | None = None
         self._pass = -1
 
-    def _path(self) -> list[Version]:
+    def _path(self) -> list["Version"]:
         """Return the versions from this one to the one that the table holds."""
         path = [self]
         while (link := path[-1].link) is not None:
@@ -59,7 +57,7 @@ class Version:
             newer.link, version.link = (version, slots, log), None
         return self.table
 
-    def follow(self, newer: Version, slots: Tensor, log: Tensor) -> None:
+    def follow(self, newer: "Version", slots: Tensor, log: Tensor) -> None:
         """Link to a version that was just written from this one. The oldest gets a table when logs outgrow one."""
         self.link, newer.older = (newer, slots, log), ref(self)
         kept = self.older is not None and self.older() is not None  # otherwise the earlier logs are gone as well

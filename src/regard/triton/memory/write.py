@@ -8,8 +8,6 @@ The old row goes into a log, with which `swapped` undoes a write and does it aga
 Legend: M tables of N rows of Dv numbers, P tokens, K slots of each, E = P K entries.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

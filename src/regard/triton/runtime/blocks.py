@@ -3,8 +3,6 @@
 A matrix has DIM contiguous columns, held in WIDTH columns, the next power of two; `stride` is the step from one row to
 the next. A block is SIZE consecutive rows, or rows by their numbers."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

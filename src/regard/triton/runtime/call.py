@@ -3,8 +3,6 @@
 Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv features of keys and values.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

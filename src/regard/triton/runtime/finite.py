@@ -1,8 +1,6 @@
 """`precision.clean` as one launch for up to three tensors, and one for the backward pass: set non-finite vectors to
 zero and return their mask."""
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import torch

@@ -5,8 +5,6 @@ rounded toward zero, and integers and truth values become bits. Here operands ar
 numbers are rounded to the nearest, ties to even, as on a GPU. Kernels convert to float32 for other arithmetic.
 """
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from typing import Any

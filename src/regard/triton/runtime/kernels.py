@@ -1,7 +1,5 @@
 """The kernels of `span` and `finite`."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

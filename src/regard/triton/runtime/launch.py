@@ -4,8 +4,6 @@ Triton takes tens of microseconds to look up the compiled kernel for the argumen
 classifies the arguments (`kinds`: dtypes, which pointers and numbers are multiples of 16 or 1, constants), and the
 kernel that it compiled for the same kinds on the same device is called directly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache

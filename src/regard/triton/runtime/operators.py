@@ -1,7 +1,5 @@
 """Torch custom operators that launch kernels: their arguments, registration and derivatives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any

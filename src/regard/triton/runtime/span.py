@@ -6,8 +6,6 @@ ends never decrease; the queries that see a key form a range, too. A mask over k
 Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +41,7 @@ class Span(NamedTuple):
         return batch_stride(self.low), *mask_steps(self.mask)
 
     @classmethod
-    def of(cls, visible: Visibility, like: Tensor, by_keys: bool = True) -> Span:
+    def of(cls, visible: Visibility, like: Tensor, by_keys: bool = True) -> "Span":
         """Return a call's ranges on the device of `like`, computed once; first and last are empty unless `by_keys`."""
         if visible.kept is None:
             mask = visible.mask

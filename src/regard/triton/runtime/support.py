@@ -1,7 +1,5 @@
 """Where the kernels run: on CUDA devices, and for tests on the CPU in Triton's interpreter."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ A `TileTable` ships a choice for every width and dtype. With the environment var
 alternatives are timed at the first call of a key. A key holds widths, dtype and flags, never lengths.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,7 +40,7 @@ def padded(dim: int) -> tuple[int, int]:
 class TileTable:
     """The tiles of one kernel: `shipped` by (largest width, bytes of a number), and `others` that tuning tries."""
 
-    tables: ClassVar[dict[str, TileTable]] = {}
+    tables: ClassVar[dict[str, "TileTable"]] = {}
     """Every table by its name."""
 
     def __init__(self, name: str, shipped: Mapping[tuple[int, int], Tiles], others: Sequence[Tiles] = ()) -> None:
@@ -51,7 +49,7 @@ class TileTable:
         TileTable.tables[name] = self
 
     @classmethod
-    def by_width(cls, name: str, narrow: Sequence[Row], wide: Sequence[Row], others: Sequence[Row] = ()) -> TileTable:
+    def by_width(cls, name: str, narrow: Sequence[Row], wide: Sequence[Row], others: Sequence[Row] = ()) -> "TileTable":
         """Make a table from tiles for widths up to 64, 128, 256 ..., in bfloat16 (`narrow`) and float32 (`wide`)."""
         columns = {2: narrow, 4: wide}
         shipped = {(64 << i, size): Tiles(*row) for size, rows in columns.items() for i, row in enumerate(rows)}
