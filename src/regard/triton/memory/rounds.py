@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...memory.fast_weight_rules import FLOOR, WriteRule
 from ...memory.fast_weights import SlotMemory
-from ...memory.product_key import SOFTMAX, InverseDistance, _joined, by_set, weigh
+from ...memory.product_key import SOFTMAX, InverseDistance, _joined, weigh
 from ...memory.stores.overlay_pool import first_order
 from ..runtime.operators import applied
 from .gradients import through_errors, through_weights
@@ -82,21 +82,20 @@ def _by_memory(x: Tensor, memories: int) -> Tensor:
     return x if len(x) == memories else x.reshape(memories, -1, *x.shape[2:])
 
 
-def _at(numbers: Tensor, halves: Tensor) -> Tensor:
-    """Gather numbers [M * H * 2, n] of the sub-keys `halves` [B, T, H, 2, k]."""
-    batch, tokens, heads = halves.shape[:3]
-    per_set = numbers.view(-1, 1, heads, 2, numbers.shape[-1])
-    return per_set.expand(batch, tokens, -1, -1, -1).gather(-1, halves)
+def _numbers(halves: Tensor, keys: Tensor) -> Tensor:
+    """Return the numbers of the sub-keys `halves` [B, T, H, 2, k] among all of keys [M, H, 2, n, d]."""
+    (memories, *sets, n), every = keys.shape[:-1], keys.shape[:-1].numel()
+    return halves + torch.arange(0, every, n, device=halves.device).view(memories, 1, *sets, 1)
 
 
-def _pulled(table: Tensor, halves: Tensor, weights: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum_j weights_j K_j [B, T, H, 2, d] and q . K_j [B, T, H, 2, k], K rows `halves` of table."""
-    one = len(table) == 1
-    index, back = by_set(halves, one)
-    set_weights, given = by_set(weights, one)[0], by_set(query.unflatten(-1, (2, -1)), one)[0]
-    rows = table.reshape(-1, *table.shape[-2:]).contiguous()
-    sums, dots, _ = picked_rows(rows, index, set_weights, given)
-    return back(sums), back(dots)
+def _flat(x: Tensor) -> Tensor:
+    """Return the vectors of x [..., d] as the rows of one table [1, N, d], contiguous."""
+    return x.contiguous().view(1, -1, x.shape[-1])
+
+
+def _centred(x: Tensor, p: Tensor) -> Tensor:
+    """Return x - sum p x."""
+    return x - (p * x).sum(-1, keepdim=True)
 
 
 class _Search(torch.autograd.Function):
@@ -129,10 +128,10 @@ class _Search(torch.autograd.Function):
             given = through_weights(by_weights, weights, slots, halves, scores, keys.shape[-2], ctx.distance)
             c = given if c is None else c + given
         if ctx.needs_input_grad[0]:
-            by_query = _pulled(keys, halves, c, query)[0].flatten(-2)
+            by_query = picked_rows(_flat(keys), _flat(_numbers(halves, keys)), _flat(c))[0]
             if ctx.distance:
-                total = c.sum(-1)[..., None].expand(*c.shape[:-1], keys.shape[-1]).flatten(-2)
-                by_query = 2 * (query * total - by_query)
+                by_query = 2 * (_flat(query.unflatten(-1, (2, -1))) * _flat(c).sum(-1, keepdim=True) - by_query)
+            by_query = by_query.view(query.shape)
         if ctx.needs_input_grad[1]:
             groups = sums_of(c, halves, len(keys), keys.shape[-2])[1]
             by_keys = moved_keys(keys, query, c, halves, None, None, groups, 0.0, distance=ctx.distance)
@@ -181,23 +180,21 @@ class _Keys(torch.autograd.Function):
         share: Tensor | float = len(keys) / (batch * length)
         if counted is not None:  # 1 / C for counted tokens, else 0
             share = (counted / counted.sum(-1, keepdim=True).clamp(min=1)).view(batch, length, 1, 1, 1)
-        p, a = scores.softmax(-1), _at(slope, halves)
-        centred = a - (p * a).sum(-1, keepdim=True)
-        near = scores.exp() if ctx.distance else None
-        u = share * p * centred
-        u, gamma = (u, -ctx.rate * upstream) if near is None else (u * near, -2 * ctx.rate * upstream)
-        pulled, by_u = _pulled(gamma, halves, u, query)
-        by_scores: Tensor | float = 0.0
-        if near is not None:
+        index, p = _numbers(halves, keys), scores.softmax(-1)
+        a = _centred(slope.take(index), p)
+        by, rate = (share * scores.exp(), 2 * ctx.rate) if ctx.distance else (share, ctx.rate)
+        u, gamma = by * p * a, -rate * upstream
+        pulled, by_u, _ = picked_rows(_flat(gamma), _flat(index), _flat(u), _flat(query.unflatten(-1, (2, -1))))
+        by_u = by_u.view(index.shape)
+        if ctx.distance:
             total = sums_of(u, halves, len(keys), keys.shape[-2])[0]
             upstream = torch.addcmul(upstream, gamma, total.view(*keys.shape[:-1], 1), value=-1)
-            by_u = by_u - _at((gamma * keys).sum(-1).view_as(mean), halves)
-            by_u, by_scores = by_u * near, by_u * u
-        x = share * by_u  # of u by scores: through p, and through the slopes a of p-
-        inner = (x * p).sum(-1, keepdim=True)
-        by_slope = sums_of(p * (x - inner), halves, len(keys), keys.shape[-2])[0]
+            by_u = by_u - (gamma * keys).sum(-1).take(index)
+        x = _centred(by * by_u, p)  # of u by scores: through p, and through the slopes a of p-
+        by_slope = sums_of(p * x, halves, len(keys), keys.shape[-2])[0]
         floored = mean + FLOOR
         by_mean = by_slope * (floored + FLOOR) / floored.square()
-        by_p = x * centred - inner * a + share * _at(by_mean, halves)
-        by_scores = THROUGH_SOFTMAX(by_p, p, -1, p.dtype) + by_scores
-        return upstream, pulled.flatten(-2), by_scores, *(None,) * 5
+        by_scores = THROUGH_SOFTMAX(x * a + share * by_mean.take(index), p, -1, p.dtype)
+        if ctx.distance:
+            by_scores.addcmul_(by_u, u)
+        return upstream, pulled.view(query.shape), by_scores, *(None,) * 5
