@@ -25,7 +25,7 @@ from torch import Tensor
 from ..runtime.blocks import load_block, load_rows, load_span, seen, store_block
 from ..runtime.call import Call, Form
 from ..runtime.launch import launch
-from ..runtime.operators import FARTHEST, rows_together
+from ..runtime.operators import FARTHEST, empty_gradients, rows_together
 from ..runtime.span import Span, batch_stride
 from ..runtime.support import before_hopper
 from ..runtime.tiles import Tiles, TileTable
@@ -472,8 +472,7 @@ def backward(
     wanted, mask_tile = given is not None, (live_rows, live_keys)
     call = _Call(grad, q, k, v, scale if factor is None else factor, span, kept, mask_tile, rule, wanted)
     factors, masked = call.form.factors, span.mask is not None
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dfactor, dgiven = (call.new() if some else call.blank(0) for some in (factors, wanted))
+    dq, dk, dv, dfactor, dgiven = empty_gradients((q, k, v), (factor, given))
     outs, flags = (dq, dfactor, dgiven), (*rule, factors, masked, wanted)
     tiles = DQ.pick(call.width, call.dtype, lambda tiles: call.by_queries(tiles, outs), flags)
     ties = call.by_queries(tiles, outs)

@@ -20,7 +20,7 @@ from ...pairwise.diagnostics import Diagnostics, diagnose
 from ...pairwise.dispatch import Cost, Inputs, Problem
 from ..runtime.call import Call, number_or_rows
 from ..runtime.launch import launch
-from ..runtime.operators import FARTHEST, later, operator, rows_together, tensor_or_number
+from ..runtime.operators import FARTHEST, empty_gradients, later, operator, rows_together, tensor_or_number
 from ..runtime.span import SEEN, Span
 from ..runtime.support import before_hopper
 from ..runtime.tiles import Tiles, TileTable
@@ -155,17 +155,12 @@ forward = operator(
 )  # fmt: skip
 
 
-def _fake_gradients(grad, q, k, v, factor, given, *rest):
-    rows = [(0,) if x is None else q.shape[:3] for x in (factor, given)]
-    return (*map(torch.empty_like, (q, k, v)), *(q.new_empty(shape, dtype=torch.float32) for shape in rows))
-
-
 backward = operator(
     "compact_backward", later(__package__),
     f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {SEEN}, Tensor floats, "
     f"Tensor flags, Tensor index, Tensor slope_mean, Tensor live, float scale, {_RULE}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fake_gradients,
+    lambda _, *given: empty_gradients(given[:3], given[3:5]),
 )  # fmt: skip
 
 

@@ -83,21 +83,20 @@ def _run(q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor |
     rows, steps, span = call.rows, call.span.steps, call.span.pointers
     z, near = call.blank(2, rows, room * tiles.keys)
     tops, numbers, best = call.new(room), call.new(3), call.blank(rows, 2, dtype=torch.int32)
-    kinds = {"RULE": code, "EMPTY": stand}
     launch(
         scores_kernel, grid, call.matrices, call.factor, span, z, tops, *call.row_sizes, room, *steps,
         tiles=tiles, FORM=form,
     )  # fmt: skip
-    form = form._replace(dim=0, wide=0, factors=False, raw=False, r=power, **own_form(own))
+    form = form._replace(dim=0, wide=0, factors=False, raw=False, rule=code, r=power, stand=stand, **own_form(own))
     launch(
         threshold_kernel, (rows,), z, tops, near, given, span, numbers, best, *call.row_sizes, room,
         number, *steps, tiles=CHUNK, CHUNK=min(CHUNK.keys, 16 * tiles.keys), PARAMETER=given is not None,
-        FORM=form._replace(value_dim=0, value_wide=0, own=1), **kinds,
+        FORM=form._replace(value_dim=0, value_wide=0, own=1),
     )  # fmt: skip
     part = out[None] if grid[1] == 1 else call.blank(grid[1], *out.shape)
     launch(
         output_kernel, grid, call.matrices[2], z, tops, span, numbers, best, part, *call.row_sizes, room, *steps,
-        part.stride(0), tiles=tiles, FORM=form, **kinds,
+        part.stride(0), tiles=tiles, FORM=form,
     )  # fmt: skip
     add_splits(part, out)
     return out

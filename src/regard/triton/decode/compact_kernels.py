@@ -120,7 +120,7 @@ def value_at(d, reach, FORM: tl.constexpr):
 @triton.jit(do_not_specialize=LENGTHS)
 def threshold_kernel(
     z, tops, near, given, span, totals, best, heads, group, queries, room, number, stride_low, stride_mb, stride_mh,
-    CHUNK: tl.constexpr, PARAMETER: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr, FORM: tl.constexpr,
+    CHUNK: tl.constexpr, PARAMETER: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store of one row totals [N, count, 3] = (best score, how far below it weights end, or 0 for fallback weights, sum
     of weights) and best [N, count, 2] = (how many keys are visible, the nearest). `near`, shaped like z, is scratch."""
@@ -139,7 +139,7 @@ def threshold_kernel(
         largest = tl.maximum(largest, tl.load(tops + places, mask=places < tiles, other=float("-inf")))
     top = tl.max(largest, 0)
     none, visible = top == float("-inf"), 0
-    if RULE == FIXED:
+    if FORM.rule == FIXED:
         at_mask = batch * stride_mb + (head * group + r // queries) * stride_mh
         visible = tl.maximum(to - begin, 0)
         if FORM.masked:
@@ -149,9 +149,9 @@ def threshold_kernel(
                 part += (tl.load(span[2] + at_mask + at_key, mask=at_key < to, other=0) != 0).to(tl.int32)
             visible = tl.sum(part, 0)
     value = tl.load(given + row) if PARAMETER else number
-    if RULE == ADAPTIVE:
+    if FORM.rule == ADAPTIVE:
         reach = value * 0.0 + FORM.r  # the peak is at most one
-    elif RULE == ANCHORED:
+    elif FORM.rule == ANCHORED:
         reach = value + 0.0
     else:
         reach = top + value
@@ -160,9 +160,9 @@ def threshold_kernel(
     if ~(none | lost):
         kept = gather_near(z, tops, near, top, reach, tiles, CHUNK, KEYS)
         tl.debug_barrier()  # wait for what other threads wrote
-        if RULE == ADAPTIVE:
+        if FORM.rule == ADAPTIVE:
             reach = FORM.r * solve_peak(near, kept, FORM.r, CHUNK)
-    if EMPTY == NEAREST:  # noqa: SIM102 (known when the kernel is compiled, the next is not)
+    if FORM.stand == NEAREST:  # noqa: SIM102 (known when the kernel is compiled, the next is not)
         if lost:
             nearest = origin * KEYS + nearest_key(z, tops, top, tiles, CHUNK, KEYS)
     weights = tl.zeros((CHUNK,), tl.float32)
@@ -182,7 +182,7 @@ def threshold_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def output_kernel(
     v, z, tops, span, totals, best, part, heads, group, queries, room, stride_low, stride_mb, stride_mh, stride_part,
-    RULE: tl.constexpr, EMPTY: tl.constexpr, FORM: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Store the sums of weighted values over a program's tiles: part [splits, N, count, DV], `stride_part` a split.
     Only values with weight in some row of the tile are read. A row whose best score is inf is NaN."""
@@ -201,24 +201,22 @@ def output_kernel(
         j = (tiles[0] + n) * KEYS
         near = held & (top - tl.load(tops + row * room + n, mask=held, other=float("-inf")) < reach)
         stands = near
-        if RULE == FIXED:
-            if EMPTY == UNIFORM:
-                stands = lost & (start < j + KEYS) & (to > j)
-            elif EMPTY == NEAREST:
-                stands = lost & (nearest >= j) & (nearest < j + KEYS)
+        if FORM.stand == UNIFORM:
+            stands = lost & (start < j + KEYS) & (to > j)
+        elif FORM.stand == NEAREST:
+            stands = lost & (nearest >= j) & (nearest < j + KEYS)
         wanted = tl.sum((near | stands).to(tl.int32), 0) > 0
         if wanted:
             score = z + (row * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
             score = tl.load(score, mask=near[:, None], other=float("-inf"))
             p = value_at(top[:, None] - score, reach[:, None], FORM) / mass[:, None]
             p = tl.where(near[:, None], p, 0.0)
-            if RULE == FIXED:
-                if EMPTY == UNIFORM:
-                    seen = shared.seen_keys(j, sight, FORM)
-                    p = tl.where(lost[:, None] & seen, 1 / tl.maximum(visible, 1).to(tl.float32)[:, None], p)
-                elif EMPTY == NEAREST:
-                    best_key = (lost & stands)[:, None] & (j + tl.arange(0, KEYS)[None, :] == nearest[:, None])
-                    p = tl.where(best_key, 1.0, p)
+            if FORM.stand == UNIFORM:
+                seen = shared.seen_keys(j, sight, FORM)
+                p = tl.where(lost[:, None] & seen, 1 / tl.maximum(visible, 1).to(tl.float32)[:, None], p)
+            elif FORM.stand == NEAREST:
+                best_key = (lost & stands)[:, None] & (j + tl.arange(0, KEYS)[None, :] == nearest[:, None])
+                p = tl.where(best_key, 1.0, p)
             values = shared.load_tile(v, j, tl.max(p, 0) > 0, FORM.value_dim, FORM.value_wide, FORM)
             total = shared.add_weighted(total, p, values, FORM.own)
     total = tl.where((top == float("inf"))[:, None], float("nan"), total)

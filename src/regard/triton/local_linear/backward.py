@@ -29,7 +29,7 @@ from torch import Tensor
 from ..runtime.blocks import LENGTHS, load_block, load_span, row_scale, seen, store_block
 from ..runtime.call import Call, Numbers, matrix_of, number_or_rows
 from ..runtime.launch import launch
-from ..runtime.operators import FARTHEST, rows_together
+from ..runtime.operators import FARTHEST, empty_gradients, rows_together
 from ..runtime.span import Span, batch_stride
 from ..runtime.tiles import Tiles, TileTable
 from . import math as shared
@@ -311,9 +311,9 @@ def backward(
     Cost: products a pair: 3 D for right sides, those of the solve, 5 D for dx, 8 D for dy, dv; in bfloat16 4, 5, 10."""
     span, (t, lse, *means), numbers = Span(*rest[:5]), rest[5:9], Numbers(*rest[9:])
     solved, kept = not numbers.given, (lse, *means)
-    dfactor, dridge, dprobe = (lse.new_empty(0 if z is None else z.shape) for z in (factor, ridge, probe))
+    given = (x, y, v), (factor, ridge, probe)
     if not lse.numel():
-        return *(z.new_zeros(z.shape) for z in (x, y, v)), dfactor, dridge, dprobe
+        return tuple(z.zero_() for z in empty_gradients(*given))
     masked = 0 if span.mask is None else 1 if span.mask.shape[1] == 1 or x.shape[1] == y.shape[1] else 2
     operands, scale = 2 if x.dtype == torch.float32 else 3 + solved, numbers.factor if factor is None else factor
     call = Call(x, y, v, scale, span, masked=masked, solved=solved, operands=operands)
@@ -329,6 +329,7 @@ def backward(
     else:
         assert probe is not None
         t = -probe.contiguous()
+    dx, dy, dv, dfactor, dridge, dprobe = outs = empty_gradients(*given)
     table = call.q.new_empty(*call.shape, call.form.operands, call.form.dim), call.new(NUMBERS.value)
     tiles = OPERANDS.pick(call.width, torch.float32)
     launch(
@@ -336,10 +337,8 @@ def backward(
         number_or_rows(penalty, lse), dridge, call.factor, *table, call.sizes[0], call.sizes[2],
         tiles=tiles, FORM=call.form._replace(own=tiles.rows, ridge=shared.ridge_width(ridge)),
     )  # fmt: skip
-    dx = torch.empty_like(call.q, memory_format=torch.contiguous_format)
     read = matrices, kept, u, *table, *sight
     call.by_rows(local_linear_query_kernel, BY_ROWS, (dx, dfactor, dprobe), *read, flags=(solved,))
-    dy, dv = (torch.empty_like(z, memory_format=torch.contiguous_format) for z in (call.k, call.v))
 
     def run(tiles: Tiles) -> None:
         launch(
@@ -350,4 +349,4 @@ def backward(
         )  # fmt: skip
 
     run(BY_KEYS.pick(call.width, call.dtype, run, (solved,)))
-    return dx, dy, dv, dfactor, dridge, dprobe
+    return outs

@@ -22,7 +22,7 @@ from ...one_node import differentiable
 from ...pairwise.diagnostics import Diagnostics, diagnose
 from ...pairwise.dispatch import Cost, Inputs, Problem
 from ..runtime.call import Call, Numbers
-from ..runtime.operators import FARTHEST, later, operator, rows_together, tensor_or_number
+from ..runtime.operators import FARTHEST, empty_gradients, later, operator, rows_together, tensor_or_number
 from ..runtime.span import SEEN, Span
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
@@ -137,17 +137,11 @@ forward = operator(
 )  # fmt: skip
 
 
-def _fake_gradients(grad, x, y, v, factor, ridge, probe, *rest):
-    new = lambda z: x.new_empty((0,) if z is None else z.shape, dtype=torch.float32)  # noqa: E731
-    same = [z.new_empty(z.shape) for z in (x, y, v)]
-    return *same, new(factor), new(ridge), new(probe)
-
-
 backward = operator(
     "local_linear_backward", later(__package__),
     "(Tensor grad, Tensor x, Tensor y, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, "
     f"{SEEN}, Tensor t, Tensor lse, Tensor mean, Tensor vmean, {_NUMBERS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fake_gradients,
+    lambda _, *given: empty_gradients(given[:3], given[3:6]),
 )  # fmt: skip
 differentiable(forward, backward, backward, lambda inputs, output: ((*inputs[:11], *output[1:5]), inputs[11:18]))

@@ -1,6 +1,6 @@
 """Torch custom operators that launch kernels: their arguments, registration and derivatives."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -17,6 +17,12 @@ def rows_together(x: Tensor, farthest: int | None = None) -> Tensor:
     together = x.stride(-1) == 1 or x.shape[-1] == 1
     near = farthest is None or x.stride(-2) < farthest
     return x if together and near else x.contiguous()
+
+
+def empty_gradients(given: Iterable[Tensor], numbers: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+    """Return contiguous tensors for gradients: like those `given`, and float32 for numbers of rows, [0] for None."""
+    first, *_ = same = [x.new_empty(x.shape) for x in given]
+    return *same, *(first.new_empty((0,) if x is None else x.shape, dtype=torch.float32) for x in numbers)
 
 
 def tensor_or_number(x: Any, default: float = 1.0) -> tuple[Tensor | None, float]:
