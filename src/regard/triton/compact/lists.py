@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..runtime.blocks import store_numbers
 from ..runtime.launch import launch
 from ..runtime.span import batch_stride
 from ..runtime.tiles import Tiles
@@ -77,9 +78,7 @@ def compact_lists_kernel(
         for i in tl.static_range(FLAGS):
             at = (head * GROUP + n % GROUP) * blocks * FLAGS + block * FLAGS + i
             flagged += tl.sum(tl.load(flags + at, mask=marked != 0, other=0).to(tl.int32), 0)
-    tl.store(counts + owner * 3, whole)
-    tl.store(counts + owner * 3 + 1, part)
-    tl.store(counts + owner * 3 + 2, flagged)
+    store_numbers(counts, owner, (whole, part, flagged), None)
 
 
 @triton.jit

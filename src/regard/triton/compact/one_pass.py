@@ -87,35 +87,6 @@ def compact_stream_kernel(
     store_numbers(flags_ptr, flat, (empty, lost, 0), real)  # status 0
 
 
-@triton.jit
-def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
-    """Return (sum of values [R, Dv] visible to queries without a key above the threshold, number of these keys)."""
-    acc, count = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32), tl.full((FORM.own,), 0, tl.int32)
-    for block in range(run[0], run[3]):
-        columns = block * FORM.tile + tl.arange(0, FORM.tile)
-        taken = seen(columns, sight[0], sight[1], sight[2], v[2], FORM.masked) & lost[:, None]
-        x = rows.load_keys(v, block, FORM.value_dim, FORM.value_wide, True, FORM)
-        acc = tl.dot(taken.to(x.dtype), x, acc, input_precision="ieee")
-        part = tl.sum(taken.to(tl.int32), 1)
-        count += part
-        if FORM.keep:
-            tl.store(marked + block, 1, mask=part > 0)
-    return acc, count
-
-
-@triton.jit
-def nearest(q, k, run, sight, scales, FORM: tl.constexpr):
-    """Return the first key with the best score of each row."""
-    best, first = tl.full((FORM.own,), -float("inf"), tl.float32), tl.full((FORM.own,), 0, tl.int32)
-    for block in range(run[0], run[3]):
-        dot, columns = rows.key_scores(q, k, block, scales[0], sight, True, FORM)
-        here = tl.max(dot, 1)
-        at = tl.min(tl.where(dot == here[:, None], columns[None, :], FAR), 1)
-        first = tl.where(here > best, at, first)
-        best = tl.maximum(best, here)
-    return first
-
-
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_stand_in_kernel(
     qkv, factor, given, visible, results, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
@@ -131,11 +102,27 @@ def compact_stand_in_kernel(
     if tl.max(lost.to(tl.int32), 0) > 0:
         sizes = heads, group, queries, keys
         _, _, _, sight, scales, q, k, v, marked, run = rows.opened(qkv, factor, visible, marks_ptr, sizes, FORM)
+        acc = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
+        best, fallback = tl.full((FORM.own,), -float("inf"), tl.float32), tl.full((FORM.own,), 0, tl.int32)
+        for block in range(run[0], run[3]):
+            if FORM.stand == UNIFORM:
+                columns = block * FORM.tile + tl.arange(0, FORM.tile)
+                taken = seen(columns, sight[0], sight[1], sight[2], keys, FORM.masked) & lost[:, None]
+                x = rows.load_keys(v, block, FORM.value_dim, FORM.value_wide, True, FORM)
+                acc = tl.dot(taken.to(x.dtype), x, acc, input_precision="ieee")
+                part = tl.sum(taken.to(tl.int32), 1)
+                fallback += part
+                if FORM.keep:
+                    tl.store(marked + block, 1, mask=part > 0)
+            else:
+                dot, columns = rows.key_scores(q, k, block, scales[0], sight, True, FORM)
+                here = tl.max(dot, 1)
+                at = tl.min(tl.where(dot == here[:, None], columns[None, :], FAR), 1)
+                fallback = tl.where(here > best, at, fallback)
+                best = tl.maximum(best, here)
         if FORM.stand == UNIFORM:
-            acc, fallback = alike(v, run, sight, lost, marked, FORM)
             count = tl.maximum(fallback, 1).to(tl.float32)
         else:
-            fallback = nearest(q, k, run, sight, scales, FORM)
             acc = load_rows(v[0], fallback, v[1], None, FORM.value_dim, FORM.value_wide).to(tl.float32)
             count = tl.full((FORM.own,), 1.0, tl.float32)
             if FORM.keep:

@@ -131,16 +131,6 @@ def seen_keys(first, sight, FORM: tl.constexpr):
 
 
 @triton.jit
-def read_keys(first, sight, FORM: tl.constexpr):
-    """Return which keys from `first` on are read [KEYS]: before the end and, if all rows see the same keys, these."""
-    at = first + tl.arange(0, FORM.tile)
-    real = at < sight[7]
-    if FORM.most == 1 and FORM.masked == 0:
-        real &= at >= tl.min(tl.where(sight[4], sight[0], FAR), 0)
-    return real
-
-
-@triton.jit
 def largest(x):
     """Return the largest of the numbers that a thread loads at once, [N, WIDTH / 4 or 8], as bits without sign."""
     EACH: tl.constexpr = 128 // x.dtype.primitive_bitwidth
@@ -170,9 +160,12 @@ def guarded(w, lost, values, seen, bad_row, FORM: tl.constexpr):
 
 @triton.jit
 def scored_keys(first, k, a, by, sight, FORM: tl.constexpr):
-    """Return which keys from `first` on are read [KEYS], the keys, which of them each row sees, and their scores [ROWS,
-    KEYS], -inf where hidden."""
-    real = read_keys(first, sight, FORM)
+    """Return which keys from `first` on are read [KEYS], up to the end and, if all rows see the same keys, only these;
+    the keys; which of them each row sees; and their scores [ROWS, KEYS], -inf where hidden."""
+    at = first + tl.arange(0, FORM.tile)
+    real = at < sight[7]
+    if FORM.most == 1 and FORM.masked == 0:
+        real &= at >= tl.min(tl.where(sight[4], sight[0], FAR), 0)
     keys = load_tile(k, first, real, FORM.dim, FORM.wide, FORM)
     score = products(a, keys, FORM.own) * by[:, None]
     visible = seen_keys(first, sight, FORM)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...memory.fast_weight_rules import FLOOR
-from ..runtime.blocks import LENGTHS
+from ..runtime.blocks import LENGTHS, store_numbers
 from ..runtime.launch import launch
 from ..runtime.operators import rows_together
 from ..runtime.tiles import Tiles, TileTable, power_of_two
@@ -94,8 +94,7 @@ def find_use(
         to = set_ * tokens * K + end + tl.cumsum(mine.to(tl.int32), 0) - 1
         tl.store(entries + to, start + tl.arange(0, R), mask=mine)
         end += tl.sum(mine.to(tl.int32), 0)
-    tl.store(bounds + (set_ * blocks + block) * 2, begin)
-    tl.store(bounds + (set_ * blocks + block) * 2 + 1, end)
+    store_numbers(bounds, set_ * blocks + block, (begin, end), None)
     tl.debug_barrier()  # other threads of the program read what was stored
     sub_key = low + tl.arange(0, KT)
     total = tl.zeros((KT,), tl.float32)
