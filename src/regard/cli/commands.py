@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
@@ -19,8 +20,6 @@ from .options import parse
 from .show import print_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..training.data.text import Source
@@ -34,8 +33,7 @@ def train(argv: list[str]) -> int:
     if config.resume:
         from ..training.storage.folder import saved_config
 
-        saved = saved_config(config.out, call="train")
-        config = parse(TrainConfig, argv, command="train", base=saved)
+        config = parse(TrainConfig, argv, command="train", base=saved_config(config.out, call="train"))
     validate(config)  # before the slow imports
     if config.task is not None:
         return _train_task(config)
@@ -80,8 +78,7 @@ class EvalOptions:
     run: Run = tyro.MISSING
     """Folder of a training run (its --out), or of a saved model."""
     data: Path | None = None
-    """UTF-8 file or folder to measure on, or 'datasets:NAME' as in `regard train`. By default the text that was held
-    out in training."""
+    """UTF-8 file or folder to measure on, or 'datasets:NAME' as in `regard train`. By default the held-out text."""
     split: str | None = None
     """Split of a data set. By default 'train'."""
     subset: str | None = None
@@ -126,8 +123,8 @@ def evaluate(argv: list[str]) -> int:
         return _eval_harness(model.to(device), tokenizer, options)
     text, chunks, saved = _eval_text(options)
     usual = saved.context if saved else getattr(model.config, "max_position_embeddings", None)
-    require(bool(options.context or usual), "eval", "the model has no longest context; set one with --context.")
     context: Any = options.context or usual
+    require(bool(context), "eval", "the model has no longest context; set one with --context.")
     fits = options.stride is None or options.stride < context
     require(fits, "eval", f"--stride is {options.stride}, expected 1 to {context - 1} (context - 1).")
     part = encode_part(tokenizer, chunks, text, Path(gettempdir()))

@@ -69,8 +69,12 @@ def parse(
         if not stop.code:
             raise
         raise ArgumentError(f"{call}: {_squash(errors.getvalue())}") from None
+    if unknown and not unknown[0].startswith("-"):
+        raise ArgumentError(f"{call}: unexpected argument {unknown[0]!r}; options begin with --. See --help.")
     if unknown:
-        raise ArgumentError(f"{call}: {_unknown(unknown[0], cls)}")
+        flag, flags = unknown[0].partition("=")[0], map(flag_of, _values(default))
+        hint = suggestion(flag.replace("_", "-"), [*flags, "--config", "--help"])
+        raise ArgumentError(f"{call}: unknown option {flag}.{hint}")
     if shown is not default:
         value = cls(**{name: x for part in _values(value).values() for name, x in _values(part).items()})
     return value
@@ -111,14 +115,6 @@ def _prepare(argv: list[str], cls: type[Any], call: str) -> tuple[Path | None, l
         raise ArgumentError(f"{call}: {flag} expects {what}.") from None
     repeated = {flag: words for flag, words in vars(options).items() if flag != "config" and words}
     return options.config, rest + [word for flag, words in repeated.items() for word in (flag, *words)]
-
-
-def _unknown(word: str, cls: type[Any]) -> str:
-    flags = [flag_of(field.name) for field in dataclasses.fields(cls)]
-    if not word.startswith("-"):
-        return f"unexpected argument {word!r}; options begin with --. See --help."
-    flag = word.partition("=")[0]
-    return f"unknown option {flag}.{suggestion(flag.replace('_', '-'), [*flags, '--config', '--help'])}"
 
 
 def _squash(box: str) -> str:

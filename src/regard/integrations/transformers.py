@@ -82,8 +82,7 @@ def register(*specs: Spec | str, **named: Spec | str) -> list[str]:
     May be called again, which also registers presets that have been added since.
 
     Args:
-        specs: specs, named "regard_" and their text without spaces: `register("biweight*anchored(margin=2)")` registers
-            "regard_biweight*anchored(margin=2)".
+        specs: named "regard_" and their text without spaces, such as "regard_biweight*anchored(margin=2)".
         named: specs by name: `register(sharp="biweight*anchored(margin=0.5)")` registers "regard_sharp".
 
     Returns:
@@ -113,8 +112,7 @@ def convert(model: Model, spec: Spec | str) -> Model:
         The model. `model.set_attn_implementation("sdpa")` reverts it.
 
     Raises:
-        ArgumentError: an invalid spec, or a model that computes attention itself (for which transformers would only log
-            a warning and keep softmax).
+        ArgumentError: an invalid spec, or a model that computes attention itself (transformers would keep softmax).
     """
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError(f"convert: model is a {type(model).__name__}, expected a transformers PreTrainedModel.")
@@ -158,7 +156,6 @@ def visible_keys(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
-    local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
@@ -182,7 +179,7 @@ def visible_keys(
     # None means queries at the last keys.
     made = sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
+        mask_function=mask_function, attention_mask=attention_mask,
         allow_is_causal_skip=allow_is_causal_skip and aligned,
         allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
     )  # fmt: skip
@@ -190,10 +187,8 @@ def visible_keys(
 
 
 def _packed(mask_function: Callable[..., Any]) -> Tensor | None:
-    """Return the documents [B, T] of transformers' mask function for packed sequences; None for any other function.
-
-    They are read from variables in its closure; without them the full mask is computed, as transformers does.
-    """
+    """Return the documents [B, T] of transformers' mask function for packed sequences, from variables in its closure;
+    None for any other function, whose full mask is computed."""
     if torch.compiler.is_compiling():
         return None
     both = _closed_over(mask_function).get("mask_functions", ())
@@ -280,7 +275,10 @@ def attend(
     how = _scale(spec, scaling) | _seen(attention_mask, causal, sliding_window, tokens[1])
     if not _is_complete(attention_mask):
         documents = _documents(module, tokens, key.shape[2], causal, attention_mask, kwargs)
-        how |= _own_document(how.get("attn_mask"), documents)
+        if documents is not None and _of_pairs(how.get("attn_mask")):
+            how["attn_mask"] = how["attn_mask"] & (documents[:, None, :, None] == documents[:, None, None, :])
+        elif documents is not None:
+            how["segment_ids"] = documents
     if query.shape[1] != key.shape[1]:
         how["enable_gqa"] = True
     dtype = value.dtype
@@ -330,15 +328,6 @@ def _scale(spec: Spec, scaling: float | Tensor | None) -> dict[str, Any]:
     if isinstance(scaling, Tensor) and scaling.dim():
         raise ArgumentError(f"{CALL}: scaling has shape {shape(scaling)}, expected one number for all heads.")
     return {"scale": scaling}
-
-
-def _own_document(mask: Tensor | None, documents: Tensor | None) -> dict[str, Tensor]:
-    """Return the arguments of `regard.attention` by which a query sees the keys of its own document alone."""
-    if documents is None:
-        return {}
-    if mask is not None and _of_pairs(mask):
-        return {"attn_mask": mask & (documents[:, None, :, None] == documents[:, None, None, :])}
-    return {"segment_ids": documents}
 
 
 def _seen(mask: Tensor | None, causal: bool, window: int | None, queries: int) -> dict[str, Any]:

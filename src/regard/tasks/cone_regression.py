@@ -8,8 +8,7 @@ Segment c has a cone, given by the signs of the first m = log2 n coordinates, an
 
 Equation 52 also takes absolute values of the coordinates after the m-th, unlike equation 51 and the stated distribution
 (a Gaussian conditioned to lie in the cone); here those coordinates are normal. The signs are the bits of c = 1, ..., n,
-the least significant first. Queries are the keys plus `query_noise` times a normal vector; targets change with them by
-the segment's map.
+the least significant first. Queries are keys plus `query_noise` times normal vectors; targets follow by the map A_c.
 
 Legend: B examples, L positions, S positions of a segment, n = L / S segments, d channels of keys and of values.
 """
@@ -86,10 +85,7 @@ class ConeRegression(Stackable[ConeExamples]):
 
     @on_cpu
     def example(self, seed: int, index: int) -> ConeExamples:
-        """Return example `index` of the stream `seed`, float32, without a batch axis.
-
-        Tasks that differ only in their noise have the same keys and maps.
-        """
+        """Return one example, float32, without a batch axis; its keys and maps do not depend on the noise."""
         draw = generator(f"{CALL}.example", "cone-regression", seed, index)
         normal = lambda rows: torch.randn(self.segments, rows, self.dim, generator=draw, dtype=torch.float32)  # noqa: E731
         keys, maps = normal(self.segment), normal(self.dim)

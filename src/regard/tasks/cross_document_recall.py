@@ -88,10 +88,7 @@ class CrossDocumentRecall(Stackable[RecallExamples]):
 
     @on_cpu
     def example(self, seed: int, index: int) -> RecallExamples:
-        """Return example `index` of the stream `seed`, without a batch axis.
-
-        With more documents or readings, the first ones stay the same.
-        """
+        """Return one example without a batch axis; with more documents or readings, the first ones stay the same."""
         draw = generator(f"{CALL}.example", "cross-document-recall", seed, index)
         used = torch.randperm(self.keys, generator=draw)[: self.pairs]
         documents = []
@@ -112,10 +109,7 @@ class CrossDocumentRecall(Stackable[RecallExamples]):
         return (prediction != example.answers).double()
 
     def oracle(self, example: RecallExamples) -> Tensor:
-        """Return the value that was last read for each key, or the first value token if there is none.
-
-        int64 [..., D, R, P], in O(D R P) time.
-        """
+        """Return the last value of each key, else the first value token: int64 [..., D, R, P], in O(D R P) time."""
         keys, answers = (x.reshape(-1, x.shape[-3:].numel()) for x in (example.keys, example.answers))
         known = keys.new_full((len(keys), self.keys), self.keys)
         rows, predictions = torch.arange(len(keys), device=keys.device), []

@@ -1,8 +1,7 @@
 """Multi-query associative recall (MQAR): pairs of keys and values, and after them some of the keys again.
 
 "Zoology" (Arora et al., 2023), and the Local Linear Attention paper, section 5. A sequence begins k_1 v_1 ... k_n v_n.
-Each key occurs once more in the rest, where the model must predict its value; the value itself is not written. The gap
-to the key follows a power law.
+Each key comes once more in the rest, where its value must be predicted but is not written; gaps follow a power law.
 
 Fillers are never keys of the sequence, unlike those of the reference program.
 """
@@ -119,8 +118,7 @@ class StackedMQAR(MQAR):
     """Recall of values where a key and its value are one position, so that no layer has to combine neighbours first.
 
     `tokens` of an example holds the keys, `beside` the value that stands at each, 0 for none. A model takes the sum of
-    two embeddings, `table(tokens) + table(beside)`, as `inputs_embeds`. The gap between pairs and queries is in
-    positions.
+    two embeddings, `table(tokens) + table(beside)`, as `inputs_embeds`. The gap to a query is in positions.
     """
 
     places = 1

@@ -94,11 +94,8 @@ class MQMTAR(TokenTask):
         """Return the values of the queried keys, int64 [T]."""
         prompt = example.tokens[: example.prompt].tolist()
         known = {tuple(prompt[i - 2 : i]): prompt[i + 1 : i + 3] for i, x in enumerate(prompt) if x == PAIR}
-        answer: list[int] = []
-        for i, x in enumerate(prompt):
-            if x == QUERY:
-                answer += [QUERY, *known[tuple(prompt[i + 1 : i + 3])]]
-        return torch.tensor([*prompt, *answer, self.vocabulary - 1])
+        queried = [known[tuple(prompt[i + 1 : i + 3])] for i, x in enumerate(prompt) if x == QUERY]
+        return torch.tensor([*prompt, *(x for value in queried for x in (QUERY, *value)), self.vocabulary - 1])
 
     def trivial(self, example: TokenExample) -> Tensor:
         """Return the first value of the source for every query, int64 [T]."""

@@ -60,9 +60,8 @@ class NeedleScore:
 class NeedleInHaystack:
     """Needles in a text.
 
-    A haystack has exactly `length` pieces: the text from a random piece on (continued at its beginning), with the
-    needles inserted at random places. Keys are unique within an example, and among all examples of a seed as long as
-    there are enough of them.
+    A haystack has exactly `length` pieces: the text from a random piece on (continued at its beginning), with needles
+    at random places. Keys are unique in an example, and among the examples of a seed as long as there are enough.
 
     Args:
         text: words or tokens.
@@ -139,7 +138,10 @@ class NeedleInHaystack:
         space = "" if self.encode is None else " "
         sentences = [self._pieces(self.sentence(key, value) + space) for key, value in numbers.items()]
         filler = self._filler(draw, self.length - sum(map(len, sentences)))
-        cuts = self._cuts(draw, filler)
+        fit: Sequence[int] = range(len(filler) + 1)  # where a needle may be inserted
+        if self.breaks is not None:
+            fit = [0, *(i + 1 for i, piece in enumerate(filler) if piece in self.breaks)]
+        cuts = sorted(draw.choice(fit) for _ in range(self.needles))
         haystack: list[Any] = []
         places = []
         for begin, end, sentence in zip([0, *cuts], [*cuts, len(filler)], [*sentences, ()], strict=True):
@@ -164,13 +166,6 @@ class NeedleInHaystack:
         while len(first) < count:
             first += self.text[: count - len(first)]
         return first
-
-    def _cuts(self, draw: random.Random, filler: Sequence[Any]) -> list[int]:
-        """Return the positions in the filler at which needles are inserted, sorted."""
-        fit: Sequence[int] = range(len(filler) + 1)
-        if self.breaks is not None:
-            fit = [0, *(i + 1 for i, piece in enumerate(filler) if piece in self.breaks)]
-        return sorted(draw.choice(fit) for _ in range(self.needles))
 
     def score(self, prediction: str, example: NeedleExample) -> NeedleScore:
         """Compare a prediction, without surrounding whitespace, with the answer."""
@@ -201,8 +196,7 @@ def _check_template(name: str, given: Any, wanted: set[str]) -> None:
 def unique_id(seed: int, number: int, digits: int = 4) -> str:
     """Return entry `number` (modulo 16^digits) of a permutation of 0 .. 16^digits - 1, as hexadecimal digits.
 
-    The seed selects the permutation: a Feistel network with four rounds, halves of 2 `digits` bits and a hash as round
-    function.
+    The seed selects the permutation: a Feistel network of four rounds, halves of 2 `digits` bits and a hash.
     """
     half = 4**digits
     left, right = divmod(number % half**2, half)
@@ -229,8 +223,7 @@ class Share:
 
 @dataclass(frozen=True)
 class NeedleResult:
-    """Scores of many examples: the shares of `NeedleScore`, and the mean of `digits`, without an interval since the
-    digits of one answer are not independent."""
+    """Shares of `NeedleScore`, and the mean of `digits`, without an interval since those of an answer are dependent."""
 
     exact: Share
     digits: float

@@ -1,8 +1,7 @@
 """Permutation state tracking: items at places, swaps of two places, and then questions which item stands where.
 
 Local Linear Attention paper, section 5 (its Figure 5): `p1=a1, ... pN=aN # i1 j1, ... iS jS # q1=o1, ...`, with items
-from a large alphabet, S swaps with S uniform from N/6 to N/3, and 8 questions. The model is asked for the item behind
-each `=` of the questions.
+from a large alphabet, S swaps (uniform from N/6 to N/3), and 8 questions, which ask for the item behind `=`.
 
 The paper does not say whether places of a swap differ and whether questions repeat; here items are distinct, the two
 places of a swap differ, and no place is asked for twice. An answer that ignores all swaps is right at about 60 % of all

@@ -103,8 +103,7 @@ class RecurringNames(WordTask):
                 yield tuple(tokens[first : first + words]), last
 
     def oracle(self, example: TokenExample) -> Tensor:
-        """Return the last word of each statement from its earlier occurrence, int64 [T]; elsewhere the token itself,
-        since nothing before it predicts it."""
+        """Return the last word of each statement from an earlier one, int64 [T]; elsewhere the token itself."""
         tokens, answer = example.tokens.tolist(), example.tokens.clone()
         known: dict[tuple[int, ...], int] = {}
         for fact, at in self.statements(tokens):

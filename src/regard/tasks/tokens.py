@@ -1,8 +1,7 @@
 """Tasks of token sequences: an example, a batch for a language model, and the metrics they share; lists of words.
 
 Labels follow transformers: `labels[t]` is the token that a model should predict from `tokens[:t]`, and -100 where
-nothing is asked. Where the answer continues the sequence, `labels[t]` is `tokens[t]`; where the answer is not part of
-the input (MQAR), it is not.
+nothing is asked. It is `tokens[t]` where the answer continues the sequence, and not where it is no input (MQAR).
 """
 
 import re
@@ -93,8 +92,7 @@ def split_of(text: str) -> str:
 
 
 def drawn(draw: Callable[[], T], fits: Callable[[T], bool], task: Any, split: str) -> T:
-    """Return the first draw that fits a split; raise `ArgumentError` after `TRIES` draws without one: the task has too
-    few different examples to fill its splits."""
+    """Return the first draw that fits a split; raise `ArgumentError` after `TRIES`: the task has too few examples."""
     for _ in range(TRIES):
         if fits(example := draw()):
             return example

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from .errors import TrainingInterrupted
-from .storage.checkpoints import write_atomically, writing
+from .storage.checkpoints import last_good, write_atomically, writing
 from .storage.files import regular_size
 
 _NOISE = ("epoch", "total_flos")
@@ -32,8 +32,7 @@ _BRIEF = (
 
 
 class MetricsFile(TrainerCallback):
-    """Append every log to `metrics.jsonl`, from which damaged lines (counted in `damaged`) and those after `step` are
-    removed first."""
+    """Append every log to `metrics.jsonl`; first remove damaged lines (counted in `damaged`) and those after `step`."""
 
     def __init__(self, path: Path, *, step: int) -> None:
         self.path = path
@@ -142,10 +141,10 @@ class RichProgress(TrainerCallback):
 
 class StopGently(TrainerCallback):
     """A context in which the first Ctrl-C (or SIGTERM) ends the run after the current step with a checkpoint, and the
-    second one ends it immediately. Outside the main thread it does nothing."""
+    second one ends it immediately. Outside the main thread it does nothing. Errors name the last good checkpoint."""
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, run: Path) -> None:
+        self.run, self.requested = run, False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopGently":
@@ -164,8 +163,13 @@ class StopGently(TrainerCallback):
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
+    def check(self, step: int, steps: int) -> None:
+        """Raise TrainingInterrupted if the run was ended before its last step."""
+        if self.requested and step < steps:
+            raise TrainingInterrupted(f"interrupted after step {step} of {steps}; {last_good(self.run)}")
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            raise TrainingInterrupted("interrupted twice: the current step was not saved")
+            raise TrainingInterrupted(f"interrupted twice: the current step was not saved; {last_good(self.run)}")
         self.requested = True
         print("\nstopping and saving after this step; press Ctrl-C again to stop immediately", file=sys.stderr)

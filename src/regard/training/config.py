@@ -31,8 +31,7 @@ class DataOptions:
     """Read a data set as it is needed, in order, without a copy on this machine."""
     tokenizer: str = "char"
     """Tokens: 'char' (one per known character), 'byte' (one per UTF-8 byte), 'bpe' (at most 32,000, learned from the
-    text), 'gpt2' (GPT-2's 50257 tokens), or another model's: a folder, or a name with a slash on the Hugging Face
-    Hub."""
+    text), 'gpt2' (GPT-2's 50257 tokens), or another model's: a folder, or a name with a slash on the Hub."""
     validation: float = 0.1
     """Fraction of the text, at its end, that is held out for evaluation."""
     context: int = 256
@@ -52,8 +51,7 @@ class ModelOptions:
     model: str = "transformer"
     """Model, such as 'transformer', 'memory-mosaic' or 'iclm'. `regard list models` shows all."""
     spec: tuple[str, ...] = ("softmax",)
-    """Attention specs, one for all layers or one each: see `regard list presets` and `regard list token-mixers`. Also
-    --mixers."""
+    """Attention specs, one for all layers or one each (`regard list presets`, `regard list token-mixers`); --mixers."""
     option: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
     """Other fields of the model as key=value, such as norm=layer feed_forward=gelu: see `regard list models`."""
     layers: int = 4

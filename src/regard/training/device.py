@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils._pytree import tree_map_only
 
 from .._version import __version__
 from ..checks import ArgumentError, require
@@ -100,8 +101,6 @@ def is_sharded(model: nn.Module) -> bool:
 
 def whole(value: Any) -> Any:
     """Return nested data with the parts of split tensors gathered on the CPU. All processes must call it together."""
-    from torch.utils._pytree import tree_map_only
-
     return tree_map_only(Tensor, lambda tensor: gathered(tensor).cpu(), value)
 
 
@@ -113,8 +112,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return the state dict of a sharded model as whole tensors on the CPU, tied ones once; None for other models.
-    All processes must call it together."""
+    """Return a sharded model's state as whole tensors on the CPU, tied ones once, else None. All processes call it."""
     if not is_sharded(model):
         return None
     named = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}

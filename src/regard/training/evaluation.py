@@ -100,21 +100,28 @@ def evaluate(
     require(len(tokens) >= 2, "evaluate", f"the text has {len(tokens)} tokens; at least 2 are needed.")
     windows = strided_windows(len(tokens), context, stride)
     device = next(model.parameters()).device
-    total = torch.zeros((), dtype=torch.float64)
+    total, keys = torch.zeros((), dtype=torch.float64), None
     begin = time.perf_counter()
     with eval_mode(model):
-        keys = mean_support(model, _stack(tokens, windows[:batch], context, device)) if support else None
         for i in range(0, len(windows), batch):
-            total += _nll(model, tokens, windows[i : i + batch], context, device)
-    seconds = time.perf_counter() - begin
-    loss = total.item() / (len(tokens) - 1)
-    count, bits = len(tokens) - 1, (units.bits_per_char(loss), units.bits_per_byte(loss))
+            part = windows[i : i + batch]
+            ids = torch.stack([tokens[start : start + context] for start, _ in part]).long().to(device)
+            if support and i == 0:
+                keys = mean_support(model, ids)
+            targets = ids[:, 1:].clone()
+            for row, (_, skip) in zip(targets, part, strict=True):
+                row[: skip - 1] = -100  # target j is token j + 1
+            logits: Any = model(input_ids=ids, use_cache=False).logits[:, :-1]
+            each = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
+            total += each.double().sum().cpu()
+    seconds, count = time.perf_counter() - begin, len(tokens) - 1
+    loss = total.item() / count
+    bits = units.bits_per_char(loss), units.bits_per_byte(loss)
     return Evaluation(loss, *bits, count, count / max(seconds, 1e-9), keys, seconds)
 
 
 def mean_support(model: nn.Module, input_ids: Tensor) -> float | None:
-    """Return the mean number of keys with nonzero weight per query for int64 [B, C], over layers, heads and positions;
-    None if no layer reports diagnostics."""
+    """Return the mean number of keys with nonzero weight, as `row_means`; None if no layer reports diagnostics."""
     return row_means(model, input_ids).get("support")
 
 
@@ -173,21 +180,3 @@ def _empty_rows(layer: Diagnostics) -> Tensor:
     sees = ~layer.empty
     missed = sees & (layer.fallback | (layer.support == 0))
     return missed.sum().double() / sees.sum().clamp_min(1)
-
-
-def _stack(tokens: Tensor, windows: list[tuple[int, int]], context: int, device: torch.device) -> Tensor:
-    """Return the windows as one batch, int64 [B, C]."""
-    return torch.stack([tokens[start : start + context] for start, _ in windows]).long().to(device)
-
-
-def _nll(
-    model: nn.Module, tokens: Tensor, windows: list[tuple[int, int]], context: int, device: torch.device
-) -> Tensor:
-    """Return the summed negative log-likelihood of the counted tokens of some windows, in nats, float64 on the CPU."""
-    ids = _stack(tokens, windows, context, device)
-    targets = ids[:, 1:].clone()
-    for row, (_, skip) in zip(targets, windows, strict=True):
-        row[: skip - 1] = -100  # target j is token j + 1
-    logits: Any = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    each = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
-    return each.double().sum().cpu()

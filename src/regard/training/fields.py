@@ -84,8 +84,7 @@ def _plain(value: Any) -> Any:
 
 
 def coerce(value: Any, hint: Any, where: str) -> Any:
-    """Return `value` as a type (plain, optional, Literal, `tuple[X, ...]`); raise `ArgumentError`, whose message
-    begins with `where`."""
+    """Return `value` as a plain type, an optional, a Literal or a `tuple[X, ...]`; errors begin with `where`."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         if value is None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import LogitsProcessor, LogitsProcessorList
+from transformers.generation import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper
 
 from ..checks import instance, require
 from ..nn.hooks import temporarily
@@ -29,9 +29,8 @@ class SeededSampling(LogitsProcessor):
         scores[:, self.forbidden] = -torch.inf
         if self.temperature == 0:
             return scores
-        if self.top_k is not None and self.top_k < scores.shape[-1]:
-            least = scores.topk(self.top_k, dim=-1).values[:, -1:]
-            scores = scores.masked_fill(scores < least, -torch.inf)
+        if self.top_k is not None:
+            scores = TopKLogitsWarper(int(self.top_k))(input_ids, scores)
         # drawn on the CPU in float64, so that a seed gives the same text on every device
         uniform = torch.rand(scores.shape, generator=self.generator, dtype=torch.float64)
         gumbel = -torch.log(-torch.log(uniform.clamp_min(torch.finfo(torch.float64).tiny)))

@@ -56,8 +56,7 @@ def model_config(config: TrainConfig, *, call: str, vocab_size: int, **special: 
         special: ids of the special tokens.
 
     Raises:
-        ArgumentError: an unknown model or option, a flag or value that the model does not take, or a wrong number of
-            specs.
+        ArgumentError: an unknown model or option, a flag or value that it does not take, or a wrong number of specs.
     """
     entry = language_models.get(config.model)
     fields = {SIZES[flag]: getattr(config, flag) for flag in ("width", "layers", "heads", "context")}

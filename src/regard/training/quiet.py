@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from transformers.utils import logging
+
 UNCONVERGED = "systems did not converge"
 """Text of the warning that `unconverged_once` filters."""
 
@@ -12,8 +14,6 @@ UNCONVERGED = "systems did not converge"
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Let transformers print only errors and no progress bars, inside a block or a decorated function."""
-    from transformers.utils import logging  # takes seconds
-
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,11 +1,10 @@
 """A training run, from the text to the run folder."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,13 +14,13 @@ from transformers.integrations import TensorBoardCallback
 from ..checks import ArgumentError, require
 from .callbacks import MetricsFile, RichProgress, Schedule, StopGently
 from .config import TrainConfig
-from .data.corpus import Corpus, encode_part, open_source, work_folder
+from .data.corpus import Corpus, encode_part, open_source
 from .data.documents import StreamedWindows
 from .data.text import Source
 from .data.tokenizers import build_tokenizer
 from .data.windows import SampledWindows
 from .device import check_agreement, check_sharding, float32_by_default, main_process, resolve_device, whole_weights
-from .errors import TrainingInterrupted, TrainingStopped, one_line
+from .errors import TrainingStopped, one_line
 from .generate import opening
 from .models import language_model
 from .quiet import quiet_transformers, unconverged_once
@@ -30,7 +29,7 @@ from .storage.card import write_card
 from .storage.checkpoints import go_back, last_good, step_of, write_summary, writing
 from .storage.files import only_run
 from .storage.resuming import check_checkpoint
-from .trainer import RegardTrainer
+from .trainer import RegardTrainer, quiet_arguments
 from .validation import validate
 
 ModelBuilder = Callable[[TrainConfig, PreTrainedTokenizerBase], PreTrainedModel]
@@ -80,8 +79,7 @@ def train(
         label: name of the progress bar.
 
     Raises:
-        ArgumentError: a mistake in the config or the text, or another process trains in the folder; nothing has been
-            written.
+        ArgumentError: a mistake in the config or the text, or a folder in use; nothing has been written.
         TrainingStopped: the run cannot continue (non-finite loss, full disk).
         TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
@@ -89,23 +87,21 @@ def train(
     if main_process():  # only this one, which may fill the folder before the others check it
         folder.check_out(config, call="train")
     with ExitStack() as stack:
-        if config.resume and (config.out / "run.json").is_file():
-            _lock(config, stack)
+        if main_process() and config.resume and (config.out / "run.json").is_file():
+            stack.enter_context(only_run(config.out, call="train"))
         text = open_source(config, call="train")
-        checkpoint, skipped = (
-            folder.check_resume(config, folder.text_source(text), call="train") if config.resume else (None, [])
-        )
+        source = folder.text_source(text)
+        checkpoint, skipped = folder.check_resume(config, source, call="train") if config.resume else (None, [])
         corpus = _prepare_text(config, text)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             model = (build_model or language_model)(config, corpus.tokenizer)
         arguments = _arguments(config)
-        check_agreement(config, folder.text_source(text), call="train")
+        check_agreement(config, source, call="train")
         if main_process() and checkpoint is None:
-            _lock(config, stack)
+            stack.enter_context(only_run(config.out, call="train"))
             folder.check_out(config, call="train")  # again, since another run may have begun there
-            saved = replace(config, data=text.path)
-            folder.begin(saved, folder.text_source(text), corpus.tokenizer, call="train")
+            folder.begin(replace(config, data=text.path), source, corpus.tokenizer, call="train")
         trainer = _trainer(config, arguments, model, corpus)
         if checkpoint is not None:
             check_checkpoint(checkpoint, trainer, call="train")
@@ -116,18 +112,11 @@ def train(
         progress = RichProgress(console, label)
         for line in skipped:
             progress.console.print(line, highlight=False, markup=False)
-        _add_callbacks(trainer, config, progress, step=step_of(checkpoint) if checkpoint else 0)
-        for callback in callbacks:
+        for callback in (*_callbacks(config, progress, step_of(checkpoint)), *callbacks):
             trainer.add_callback(callback)
         with unconverged_once(partial(progress.console.print, highlight=False, markup=False)):
             _run(trainer, config, checkpoint, progress)
             return _finish(trainer, config, corpus)
-
-
-def _lock(config: TrainConfig, stack: ExitStack) -> None:
-    """Lock the run folder until `stack` is closed, in the main process."""
-    if main_process():
-        stack.enter_context(only_run(config.out, call="train"))
 
 
 def _prepare_text(config: TrainConfig, text: Source) -> Corpus:
@@ -136,7 +125,7 @@ def _prepare_text(config: TrainConfig, text: Source) -> Corpus:
         tokenizer = folder.saved_tokenizer(config.out, call="train")
     else:
         tokenizer = build_tokenizer(config.tokenizer, text.split(config.validation)[0])
-    scratch = work_folder(config.out)
+    scratch = next(path for path in (config.out.absolute(), *config.out.absolute().parents) if path.is_dir())
     try:
         learn, held_out = (encode_part(tokenizer, part, text, scratch) for part in text.split(config.validation))
     except OSError as error:
@@ -178,80 +167,67 @@ def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedMode
     return trainer
 
 
-def _add_callbacks(trainer: RegardTrainer, config: TrainConfig, progress: RichProgress, *, step: int) -> None:
-    trainer.add_callback(Schedule(config.eval_every))
-    trainer.add_callback(progress)
-    if not main_process():
-        return
-    metrics = MetricsFile(config.out / "metrics.jsonl", step=step)
-    if metrics.damaged:
-        progress.console.print(f"metrics.jsonl: removed {metrics.damaged} damaged lines", highlight=False)
-    trainer.add_callback(metrics)
+def _callbacks(config: TrainConfig, progress: RichProgress, step: int) -> Iterator[TrainerCallback]:
+    yield Schedule(config.eval_every)
+    yield progress
+    if main_process():
+        metrics = MetricsFile(config.out / "metrics.jsonl", step=step)
+        if metrics.damaged:
+            progress.console.print(f"metrics.jsonl: removed {metrics.damaged} damaged lines", highlight=False)
+        yield metrics
 
 
 def _arguments(config: TrainConfig) -> TrainingArguments:
     """Return the arguments of Trainer; raise `ArgumentError` if the device does not support the dtype."""
     device = resolve_device(config.device, call="train")
     check_sharding(config, call="train")
-    settings: dict[str, Any] = {
-        "output_dir": str(config.out),
-        "max_steps": config.steps,
-        "per_device_train_batch_size": config.batch,
-        "gradient_accumulation_steps": config.accumulate,
-        "learning_rate": config.learning_rate,
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": config.final_learning_rate},
-        "warmup_steps": round(config.warmup * config.steps),
-        "weight_decay": config.weight_decay,
-        "max_grad_norm": config.clip,
-        "adam_beta2": 0.95,
-        "seed": config.seed,
-        "use_cpu": device == "cpu",
-        "bf16": config.dtype == "bfloat16",
-        "dataloader_pin_memory": device == "cuda",
-        "remove_unused_columns": False,
-        "ddp_find_unused_parameters": False,
-        "ddp_broadcast_buffers": False,  # fast weights are buffers of up to half a gigabyte per layer
-        "logging_strategy": "steps",
-        "logging_steps": config.log_every,
-        "logging_first_step": True,
-        "logging_nan_inf_filter": False,  # a non-finite loss is an error
-        "eval_strategy": "no",  # see callbacks.Schedule
-        "save_strategy": "steps",
-        "save_steps": config.save_every,
-        "report_to": list(config.report_to) or "none",
-        "run_name": config.out.name,
-        "project": "regard",
-        "disable_tqdm": True,
-    }
     try:
-        args = TrainingArguments(**settings)
+        return quiet_arguments(
+            config.out,
+            torch.device(device),
+            max_steps=config.steps,
+            per_device_train_batch_size=config.batch,
+            gradient_accumulation_steps=config.accumulate,
+            learning_rate=config.learning_rate,
+            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": config.final_learning_rate},
+            warmup_steps=round(config.warmup * config.steps),
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.clip,
+            adam_beta2=0.95,
+            seed=config.seed,
+            bf16=config.dtype == "bfloat16",
+            dataloader_pin_memory=device == "cuda",
+            ddp_find_unused_parameters=False,
+            ddp_broadcast_buffers=False,  # fast weights are buffers of up to half a gigabyte per layer
+            logging_strategy="steps",
+            logging_steps=config.log_every,
+            logging_first_step=True,
+            logging_nan_inf_filter=False,  # a non-finite loss is an error
+            save_strategy="steps",
+            save_steps=config.save_every,
+            report_to=list(config.report_to),
+            run_name=config.out.name,
+            project="regard",
+        )
     except ValueError as error:
         raise ArgumentError(f"train: {one_line(error)}.") from None
-    if args.n_gpu > 1:  # torchrun is for several devices; Trainer would use nn.DataParallel
-        args._n_gpu = 1
-    return args
 
 
 def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, progress: RichProgress) -> None:
     """Train, or raise TrainingInterrupted after a signal, with a checkpoint saved."""
-    begin = step_of(checkpoint) if checkpoint else 0
-    with StopGently() as stop:
+    with StopGently(config.out) as stop:
         trainer.add_callback(stop)
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        except TrainingInterrupted as error:
-            raise TrainingInterrupted(f"{error}; {last_good(config.out)}") from None
         except ArgumentError as error:
-            if trainer.state.global_step == begin:
+            if trainer.state.global_step == step_of(checkpoint):
                 raise
             # a stream that broke off
             raise TrainingStopped(f"{str(error).rstrip('.')}; {last_good(config.out)}") from None
         finally:
             progress.close()
-    if stop.requested and trainer.state.global_step < config.steps:
-        steps = f"{trainer.state.global_step} of {config.steps}"
-        raise TrainingInterrupted(f"interrupted after step {steps}; {last_good(config.out)}")
+    stop.check(trainer.state.global_step, config.steps)
 
 
 def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: Corpus) -> RunSummary:

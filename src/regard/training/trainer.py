@@ -25,8 +25,7 @@ from .storage.resuming import put_weights
 
 
 def quiet_arguments(folder: Path, device: torch.device, **settings: Any) -> TrainingArguments:
-    """Return arguments for training on one device that shows, reports and saves nothing unless `settings` ask for
-    it."""
+    """Return arguments for training on one device; nothing is shown, reported or saved unless `settings` ask for it."""
     common: dict[str, Any] = {
         "save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True,
         "remove_unused_columns": False, "dataloader_pin_memory": False, "use_cpu": device.type == "cpu",
@@ -38,8 +37,7 @@ def quiet_arguments(folder: Path, device: torch.device, **settings: Any) -> Trai
 
 class SealedTrainer(Trainer):
     """Trainer that reads its data in order, gives memories a learning rate of their own, and seals its checkpoints, of
-    which it keeps `keep`; it does not print logs. With `muon`, Muon updates the matrices of hidden layers
-    (`MuonAdamW`)."""
+    which it keeps `keep`; it does not print logs. With `muon`, it uses `MuonAdamW`."""
 
     control: TrainerControl
     optimizer: torch.optim.Optimizer | None

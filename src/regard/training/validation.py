@@ -38,8 +38,11 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
     if new and config.data is None and config.task is None:
         hint = "give --data FILE, --data FOLDER or --data datasets:NAME, or a task with --task NAME"
         raise ArgumentError(f"{call}: no training text; {hint}.")
-    if new and not config.resume:  # earlier versions began runs with such options, without a use
-        _check_kind(config, call)
+    if new and not config.resume:  # earlier versions began runs with options of the other kind, without a use
+        kind = "a text; omit it" if config.task else "a task; give --task NAME or omit it"
+        for name in _OF_TEXTS if config.task else _OF_TASKS:
+            same = getattr(config, name) == getattr(TrainConfig, name)
+            require(same, call, f"{flag(name)} is for runs on {kind}.")
     if config.task is not None:
         check_task(config, call)
     check_data(config, call)
@@ -64,14 +67,6 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
     _check_heads(config, call, rotary=has_field(config.model, "rope_theta"))
     if new:
         _check_sizes(config, specs, check_model(config, call), call)
-
-
-def _check_kind(config: TrainConfig, call: str) -> None:
-    """Check that a run on a text has no option of a task, and the other way round."""
-    others, text = (_OF_TEXTS, "a text; omit it") if config.task else (_OF_TASKS, "a task; give --task NAME or omit it")
-    for name in others:
-        same = getattr(config, name) == getattr(TrainConfig, name)
-        require(same, call, f"{flag(name)} is for runs on {text}.")
 
 
 def check_data(config: TrainConfig, call: str) -> None:

@@ -1,25 +1,20 @@
 """What a run reads: where its text comes from, and its tokens."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ..config import TrainConfig
 from ..evaluation import Units
 from .documents import is_dataset, open_documents
 from .text import Source, open_text
 from .tokenizers import encode_chunks
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _BEGINNING = 4096
 
@@ -73,8 +68,3 @@ def encode_part(tokenizer: PreTrainedTokenizerBase, chunks: Iterator[str], text:
             file.flush()
             tokens = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.int32)
     return Part(tokens, Units(len(tokens), characters, size), beginning)
-
-
-def work_folder(out: Path) -> Path:
-    """Return a run folder or, before it exists, the nearest folder above it."""
-    return next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())

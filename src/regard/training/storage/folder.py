@@ -21,7 +21,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ..._version import __version__
 from ...checks import ArgumentError, require
@@ -30,7 +30,6 @@ from ..fields import flag, from_mapping, read_mapping, to_mapping
 from ..validation import validate
 from .checkpoints import MANIFEST, checkpoints, fault, fingerprint, last_complete, seal, write_atomically, writing
 from .files import LOCK, MOST_JSON, is_plain_name, regular_size
-from .saved_model import load_tokenizer, read_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,6 +188,8 @@ def check_source(out: Path, source: dict[str, Any], *, call: str) -> None:
 
 def saved_tokenizer(out: Path, *, call: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the run in `out`; raise `ArgumentError` if it cannot be read or has changed."""
+    from .saved_model import load_tokenizer
+
     _check_unchanged(out, "tokenizer", call)
     tokenizer = load_tokenizer(out / "tokenizer", call=call)
     message = f"the tokenizer in {out / 'tokenizer'} has no pad_token, which training needs."
@@ -225,6 +226,8 @@ def task_run(path: Path, *, call: str) -> TrainConfig | None:
 
 def load_task_model(path: Path, *, call: str) -> PreTrainedModel:
     """Return the model of a run on a task; raise `ArgumentError` if there is none, or none that is intact."""
+    from .saved_model import read_model
+
     folder = path / "model"
     require(folder.is_dir(), call, f"the run in {path} has saved no model yet; it is saved when the run ends.")
     reason = fault(folder, tokenizer=False)
@@ -235,8 +238,7 @@ def load_task_model(path: Path, *, call: str) -> PreTrainedModel:
 def load_model(path: Path | str, *, call: str = "load_model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model and tokenizer of a run folder or of a folder written by `save_pretrained`; errors name `call`.
 
-    Of a run folder, `model/` is read, or else its last complete checkpoint. Only safetensors and JSON are read, and no
-    code in the folder is executed.
+    Of a run folder, `model/` is read, or else its last complete checkpoint: safetensors and JSON alone, never code.
 
     Raises:
         ArgumentError: no such folder, a model that cannot be read (see `saved_model.read_model`) or that differs from
@@ -249,6 +251,8 @@ def load_model(path: Path | str, *, call: str = "load_model") -> tuple[PreTraine
     reason = fault(folder) if (folder / MANIFEST).exists() else None
     hint = f"delete the folder to use the last checkpoint, or only its {MANIFEST} if you changed it on purpose"
     require(reason is None, call, f"the model in {folder} is damaged: {reason}; {hint}.")
+    from .saved_model import load_tokenizer, read_model
+
     model, tokenizer = read_model(folder, call=call), load_tokenizer(folder, call=call)
     most, size = max(tokenizer.get_vocab().values(), default=0), model.config.vocab_size
     apart = f"has token ids up to {most}, but its model has 0 to {size - 1}; they do not belong together"
@@ -261,8 +265,9 @@ def _model_folder(path: Path, call: str) -> Path:
     require(path.is_dir(), call, f"{path} is a file; give a run folder (the --out of a training run).")
     if (path / "run.json").is_file():
         folder = path / "model" if (path / "model").is_dir() else last_complete(path)[0]
-        require(folder is not None, call, f"the run in {path} has saved no model and no checkpoint yet.")
-        return cast(Path, folder)
+        if folder is None:
+            raise ArgumentError(f"{call}: the run in {path} has saved no model and no checkpoint yet.")
+        return folder
     weights = any((path / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
     require(weights, call, f"{path} holds neither a run nor a model in safetensors.")
     return path

@@ -42,8 +42,7 @@ def rerun(folder: str | Path) -> str | None:
         The name of a parameter, of the output of a layer, or of a gradient; None if all numbers are finite here.
 
     Raises:
-        ArgumentError: a folder without such files, files that cannot be read, or weights that are not finite: the error
-            names them.
+        ArgumentError: files that are not there or cannot be read, or weights that are not finite, which it names.
 
     What is in memories with fast weights, which earlier steps wrote, is not part of the weights.
     """

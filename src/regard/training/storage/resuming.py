@@ -123,8 +123,7 @@ def _check_group(group: Any, expected: dict[str, Any]) -> None:
 
 
 def _check_moments(state: Any, names: tuple[str, ...], parameter: Tensor, where: str, step: int) -> None:
-    """Check that a state has these tensors alone: the moments finite, with shape, dtype and strides of the parameter,
-    squares not negative, and the number of steps as float32."""
+    """Check that a state has these tensors alone: moments like the parameter, finite, and a number of steps."""
     expect(isinstance(state, dict) and state.keys() == set(names), f"the state {where} is incomplete")
     for name, moment in state.items():
         expect(type(moment) is Tensor and moment.layout == torch.strided, f"{name} {where} is not a tensor")

@@ -5,29 +5,34 @@ code, adapter, pickle or generation settings there. Sizes in the configuration a
 the weights before anything is allocated. A tokenizer becomes a `PreTrainedTokenizerFast`; chat templates are ignored.
 """
 
-from __future__ import annotations
-
 import json
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from ...checks import ArgumentError, require
+from ...models import language_models
+from ...models.base.loading import misfits
 from ..config import MOST_LAYERS
 from ..errors import expect, one_error
 from ..fields import read_mapping
 from ..quiet import quiet_transformers
 from .files import is_plain_name, regular_size
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -57,10 +62,6 @@ def load_weights(folder: Path, *, call: str) -> dict[str, Tensor]:
 def read_model(folder: Path, *, call: str) -> PreTrainedModel:
     """Return the causal language model in a folder; raise `ArgumentError` if there is none, its config is too large or
     does not fit its tensors, or a tensor is not finite."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from ...models.base.loading import misfits
-
     table = _config_table(folder, call)
     with one_error(f"{call}: cannot load the model in {folder}"):
         with _weights(folder) as saved:
@@ -80,7 +81,13 @@ def read_model(folder: Path, *, call: str) -> PreTrainedModel:
 @contextmanager
 def _weights(folder: Path) -> Iterator[dict[str, tuple[Any, Any]]]:
     """Yield by name the file of each tensor and its slice, which reads shape and dtype from the header alone."""
-    index = None if (folder / SINGLE).exists() or not (folder / INDEX).exists() else _index(folder)
+    index: Any = None
+    if not (folder / SINGLE).exists() and (folder / INDEX).exists():
+        index = read_mapping(folder / INDEX, call="index").get("weight_map")
+        expect(isinstance(index, dict) and bool(index), f"{INDEX} has no weight_map")
+        for file in index.values():
+            inside = is_plain_name(file) and file.endswith(".safetensors")
+            expect(inside, f"{INDEX} names {file!r}, expected a .safetensors file in the same folder")
     saved: dict[str, tuple[Any, Any]] = {}
     with ExitStack() as files:
         for shard in [SINGLE] if index is None else sorted(set(index.values())):
@@ -94,22 +101,8 @@ def _weights(folder: Path) -> Iterator[dict[str, tuple[Any, Any]]]:
         yield saved
 
 
-def _index(folder: Path) -> dict[str, str]:
-    """Return the name of the safetensors file of each tensor, from the index."""
-    files: Any = read_mapping(folder / INDEX, call="index").get("weight_map")
-    expect(isinstance(files, dict) and bool(files), f"{INDEX} has no weight_map")
-    for file in files.values():
-        inside = is_plain_name(file) and file.endswith(".safetensors")
-        expect(inside, f"{INDEX} names {file!r}, expected a .safetensors file in the same folder")
-    return files
-
-
 def _config_table(folder: Path, call: str) -> dict[str, Any]:
     """Return the fields of a folder's `config.json` after checking that the model is a causal language model."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from ...models import language_models
-
     table = read_mapping(folder / "config.json", call=call)
     kind = table.get("model_type")
     known = isinstance(kind, str) and kind in CONFIG_MAPPING
@@ -123,8 +116,6 @@ def _config_table(folder: Path, call: str) -> dict[str, Any]:
 
 def _config(table: dict[str, Any], tensors: int) -> PreTrainedConfig:
     """Return the configuration; raise ValueError for a field by which transformers would allocate or import."""
-    from transformers import CONFIG_MAPPING
-
     kind = CONFIG_MAPPING[table["model_type"]]
     table = {name: value for name, value in table.items() if name not in _IGNORED}
     expect(table.get("quantization_config") is None, "quantised weights are not supported")
@@ -164,8 +155,6 @@ def _check_tensors(kind: type[PreTrainedModel], config: PreTrainedConfig, saved:
 @quiet_transformers()
 def load_tokenizer(folder: Path, *, call: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a folder; raise `ArgumentError` if a file is missing, damaged or inconsistent."""
-    from transformers import PreTrainedTokenizerFast
-
     backend = _backend(folder / "tokenizer.json", call)
     settings = _settings(folder / "tokenizer_config.json", backend, call)
     inputs = ["input_ids", "attention_mask"]
@@ -175,8 +164,6 @@ def load_tokenizer(folder: Path, *, call: str) -> PreTrainedTokenizerBase:
 
 def _backend(path: Path, call: str) -> Tokenizer:
     """Return the tokenizer of a `tokenizer.json` after checking that it is deterministic and its ids are unique."""
-    from tokenizers import Tokenizer
-
     table = read_mapping(path, call=call)
     table["truncation"] = table["padding"] = None  # the whole text is encoded, whatever the file says
     with one_error(f"{call}: {path} is not a valid tokenizer"):

@@ -15,7 +15,7 @@ from ...tasks import TokenTask
 from ..callbacks import MetricsFile, StopGently
 from ..config import TrainConfig
 from ..device import float32_by_default, resolve_device
-from ..errors import TrainingInterrupted, TrainingStopped
+from ..errors import TrainingStopped
 from ..models import model_config
 from ..quiet import quiet_transformers
 from ..storage import folder
@@ -60,8 +60,7 @@ def train_task(
         callbacks: additional callbacks.
 
     Raises:
-        ArgumentError: a mistake in the config, another process trains in the folder, or a run that cannot be continued;
-            nothing has been written.
+        ArgumentError: a mistake in the config, a folder in use, or a run that cannot be continued; nothing is written.
         TrainingStopped: the disk is full, or a loss is not finite.
         TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
@@ -90,7 +89,16 @@ def train_task(
         saved = Checkpoints(run=config.out, every=config.save_every, keep=config.keep, last=checkpoint)
         progress = _train(config, task, model, saved, console, callbacks)
         folder.save_model(config.out, model, None)
-        return _finish(config, task, model, progress.step)
+        scores = scored(config, task, model)
+        summary = TaskSummary(
+            out=str(config.out),
+            step=progress.step,
+            parameters=sum(p.numel() for p in model.parameters()),
+            scores={name: (score.mean, score.standard_error) for name, score in scores.items()},
+            floor=task.floor(count=min(config.eval_examples, 256)),
+        )
+        write_summary(config.out, vars(summary))
+        return summary
 
 
 def task_model(config: TrainConfig, task: TokenTask, call: str) -> PreTrainedModel:
@@ -108,7 +116,7 @@ def _train(
     callbacks: Sequence[TrainerCallback],
 ) -> TaskProgress:  # fmt: skip
     """Train, or raise TrainingInterrupted after a signal, with a checkpoint saved."""
-    metrics = MetricsFile(config.out / "metrics.jsonl", step=step_of(saved.last) if saved.last else 0)
+    metrics = MetricsFile(config.out / "metrics.jsonl", step=step_of(saved.last))
 
     def report(step: int, scores: dict[str, TaskScore]) -> None:
         metrics.append({"step": step, **{name: score.mean for name, score in scores.items()}})
@@ -118,30 +126,16 @@ def _train(
 
     same = {f.name: getattr(config, f.name) for f in fields(TaskBudget) if f.name != "final_share"}
     budget = TaskBudget(final_share=config.final_learning_rate, **same)
-    with StopGently() as stop:
+    with StopGently(config.out) as stop:
         try:
             progress = train_on_task(
                 model, task, budget, report=report, checkpoints=saved, callbacks=[*callbacks, stop]
             )
         except LossNotFinite as error:
             raise TrainingStopped(f"{str(error).rstrip('.')}; {last_good(config.out)}") from None
-    if stop.requested and not progress.finished:
-        where = f"interrupted after step {progress.step} of {config.steps}"
-        raise TrainingInterrupted(f"{where}; {last_good(config.out)}")
+    if not progress.finished:
+        stop.check(progress.step, config.steps)
     return progress
-
-
-def _finish(config: TrainConfig, task: TokenTask, model: Any, step: int) -> TaskSummary:
-    scores = scored(config, task, model)
-    summary = TaskSummary(
-        out=str(config.out),
-        step=step,
-        parameters=sum(p.numel() for p in model.parameters()),
-        scores={name: (score.mean, score.standard_error) for name, score in scores.items()},
-        floor=task.floor(count=min(config.eval_examples, 256)),
-    )
-    write_summary(config.out, vars(summary))
-    return summary
 
 
 def scored(config: TrainConfig, task: TokenTask, model: Any, batch: int = 32) -> dict[str, TaskScore]:

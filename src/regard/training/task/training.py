@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
-from ...checks import ArgumentError, in_range, instance, refuse, whole
+from ...checks import ArgumentError, in_range, instance, one_of, whole
 from ...tasks import TokenTask, collate
 from ..errors import one_error
 from ..storage.checkpoints import go_back
@@ -26,7 +26,7 @@ from ..trainer import SealedTrainer, quiet_arguments
 from .scores import TaskScore, check_metric, check_stop, check_vocabulary, embedded, score_task
 
 CALL = "train_on_task"
-OPTIMIZERS = ("adamw", "muon")
+Report = Callable[[int, dict[str, TaskScore]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,7 @@ class TaskBudget:
     Attributes:
         steps: the most optimiser steps.
         batch: examples of a step.
-        learning_rate: the highest, reached after the share `warmup` of the steps; a cosine leads from there to the
-            share `final_share` of it.
+        learning_rate: the highest, after the share `warmup` of the steps; a cosine leads to `final_share` of it.
         weight_decay: of matrices.
         clip: largest norm of the gradient.
         optimizer: "adamw", or "muon" for the matrices of hidden layers (`MuonAdamW`).
@@ -71,8 +70,7 @@ class TaskBudget:
         in_range("TaskBudget", "weight_decay", self.weight_decay, low=0.0, strict=False)
         if self.stop_at is not None:
             in_range("TaskBudget", "stop_at", self.stop_at, strict=False)
-        if self.optimizer not in OPTIMIZERS:
-            raise refuse("TaskBudget", "optimizer", self.optimizer, f"one of {', '.join(OPTIMIZERS)}")
+        one_of("TaskBudget", "optimizer", self.optimizer, ("adamw", "muon"))
 
     def rate(self, step: int) -> float:
         """Return the share of the highest learning rate at a step, counted from 0."""
@@ -128,7 +126,7 @@ class Checkpoints:
 
     Attributes:
         run: the run folder.
-        every: steps between checkpoints. There is also one after the last step.
+        every: steps between checkpoints, of which one is also after the last step; 0 for none.
         keep: checkpoints to keep.
         last: the checkpoint to continue from.
     """
@@ -142,11 +140,10 @@ class Checkpoints:
 class _TaskTrainer(SealedTrainer):
     regroups: ClassVar[bool] = True
 
-    def __init__(self, task: TokenTask, budget: TaskBudget, **kwargs: Any) -> None:
-        self.task, self.budget = task, budget
+    def __init__(self, budget: TaskBudget, **kwargs: Any) -> None:
+        self.budget = budget
         self.losses: list[float] = []
-        self.loss_by_score: list[float] = []
-        self.scored: list[tuple[int, dict[str, TaskScore]]] = []
+        """Since the model was scored last."""
         super().__init__(muon=budget.optimizer == "muon", **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -166,40 +163,37 @@ class _TaskTrainer(SealedTrainer):
             raise LossNotFinite(f"{CALL}: {where}; give a smaller learning_rate.")
         return loss
 
-    def score(self) -> dict[str, TaskScore]:
-        scores = score_task(self.model, self.task, split="validation", examples=self.budget.eval_examples)
-        self.scored.append((self.state.global_step, scores))
-        self.loss_by_score.append(sum(self.losses) / max(len(self.losses), 1))
-        self.losses.clear()
-        return scores
+
+class TaskScoring(TrainerCallback, ExportableState):
+    """Score the model now and then, and end training once it is good enough. Checkpoints hold what was scored."""
+
+    def __init__(self, trainer: _TaskTrainer, task: TokenTask, report: Report | None) -> None:
+        self.trainer, self.task, self.budget, self.report = trainer, task, trainer.budget, report
+        self.loss_by_score: list[float] = []
+        self.scored: list[tuple[int, dict[str, TaskScore]]] = []
 
     @property
     def good_enough(self) -> bool:
         metric, stop_at = self.budget.metric, self.budget.stop_at
         return stop_at is not None and bool(self.scored) and self.scored[-1][1][metric].mean >= stop_at
 
-
-class TaskScoring(TrainerCallback, ExportableState):
-    """Score the model now and then, and end training once it is good enough. Checkpoints hold what was scored."""
-
-    def __init__(self, trainer: _TaskTrainer, report: Callable[[int, dict[str, TaskScore]], None] | None) -> None:
-        self.trainer, self.report = trainer, report
-
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
-        budget = self.trainer.budget
+        budget, losses = self.budget, self.trainer.losses
         if state.global_step % budget.eval_every == 0 or state.global_step == budget.steps:
-            scores = self.trainer.score()
+            scores = score_task(self.trainer.model, self.task, split="validation", examples=budget.eval_examples)
+            self.scored.append((state.global_step, scores))
+            self.loss_by_score.append(sum(losses) / max(len(losses), 1))
+            losses.clear()
             if self.report is not None:
                 self.report(state.global_step, scores)
-            if self.trainer.good_enough:
+            if self.good_enough:
                 control.should_training_stop = True
                 control.should_save = self.trainer.args.save_strategy == "steps"
         return control
 
     def state(self) -> dict[str, Any]:
-        trainer = self.trainer
-        scored = [[step, {name: score.values for name, score in scores.items()}] for step, scores in trainer.scored]
-        record = {"losses": trainer.losses, "loss_by_score": trainer.loss_by_score, "scored": scored}
+        scored = [[step, {name: score.values for name, score in scores.items()}] for step, scores in self.scored]
+        record = {"losses": self.trainer.losses, "loss_by_score": self.loss_by_score, "scored": scored}
         return {"args": {}, "attributes": record}
 
     def restore(self, state: TrainerState, checkpoint: Path) -> None:
@@ -207,8 +201,8 @@ class TaskScoring(TrainerCallback, ExportableState):
         with one_error(f"train: cannot continue from {checkpoint}: trainer_state.json: what was scored"):
             record = state.stateful_callbacks["TaskScoring"]["attributes"]
             self.trainer.losses = [float(loss) for loss in record["losses"]]
-            self.trainer.loss_by_score = [float(loss) for loss in record["loss_by_score"]]
-            self.trainer.scored = [
+            self.loss_by_score = [float(loss) for loss in record["loss_by_score"]]
+            self.scored = [
                 (int(step), {str(name): TaskScore(tuple(map(float, values))) for name, values in scores.items()})
                 for step, scores in record["scored"]
             ]
@@ -219,7 +213,7 @@ def train_on_task(
     task: TokenTask,
     budget: TaskBudget,
     *,
-    report: Callable[[int, dict[str, TaskScore]], None] | None = None,
+    report: Report | None = None,
     checkpoints: Checkpoints | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> TaskProgress:
@@ -235,8 +229,7 @@ def train_on_task(
         callbacks: additional callbacks of transformers' Trainer.
 
     Raises:
-        ArgumentError: a model with too few tokens, a metric that the task does not have, a loss that is not finite, or
-            a checkpoint that does not fit.
+        ArgumentError: a model with too few tokens, an unknown metric, a loss that is not finite, or a wrong checkpoint.
         TrainingStopped: a checkpoint cannot be written.
 
     Cost: a forward and a backward pass over `batch` examples a step; `eval_examples` forward passes a score.
@@ -246,36 +239,30 @@ def train_on_task(
     check_metric(CALL, task, budget.metric, "validation", budget.eval_examples)
     check_stop(CALL, task, budget.metric, budget.stop_at)
     with TemporaryDirectory() as folder:
-        trainer = _trainer(model, task, budget, checkpoints, Path(folder))
-        scoring = TaskScoring(trainer, report)
+        saved = checkpoints or Checkpoints(run=Path(folder), every=0, keep=1)
+        trainer, last = _trainer(model, task, budget, saved), saved.last
+        scoring = TaskScoring(trainer, task, report)
         for callback in (scoring, *callbacks):
             trainer.add_callback(callback)
-        last = None if checkpoints is None else checkpoints.last
         if last is not None:
             check_checkpoint(last, trainer, call="train")
             trainer.state = TrainerState.load_from_json(str(last / "trainer_state.json"))
             scoring.restore(trainer.state, last)
             put_weights(trainer.model, last, call="train")
             go_back(last)
-        if trainer.state.global_step < budget.steps and not trainer.good_enough:
+        if trainer.state.global_step < budget.steps and not scoring.good_enough:
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
     step = trainer.state.global_step
-    finished = step >= budget.steps or trainer.good_enough
-    return TaskProgress(step, tuple(trainer.loss_by_score), tuple(trainer.scored), finished)
+    finished = step >= budget.steps or scoring.good_enough
+    return TaskProgress(step, tuple(scoring.loss_by_score), tuple(scoring.scored), finished)
 
 
-def _trainer(
-    model: PreTrainedModel, task: TokenTask, budget: TaskBudget, checkpoints: Checkpoints | None, folder: Path
-) -> _TaskTrainer:
-    """Return a trainer that writes to `folder` if there are no checkpoints."""
-    saves: dict[str, Any] = {}
-    if checkpoints is not None:
-        saves = {"save_strategy": "steps", "save_steps": checkpoints.every}
+def _trainer(model: PreTrainedModel, task: TokenTask, budget: TaskBudget, saved: Checkpoints) -> _TaskTrainer:
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": saved.every} if saved.every else {}
     arguments = quiet_arguments(
-        folder if checkpoints is None else checkpoints.run, model.device, max_steps=budget.steps, seed=budget.seed,
-        per_device_train_batch_size=1, max_grad_norm=budget.clip, optim="adamw_torch",
-        learning_rate=budget.learning_rate, weight_decay=budget.weight_decay, **saves,
+        saved.run, model.device, max_steps=budget.steps, seed=budget.seed, per_device_train_batch_size=1,
+        max_grad_norm=budget.clip, optim="adamw_torch", learning_rate=budget.learning_rate,
+        weight_decay=budget.weight_decay, **saves,
     )  # fmt: skip
     examples: dict[str, Any] = {"train_dataset": TaskExamples(task, budget), "data_collator": lambda one: one[0]}
-    keep = 1 if checkpoints is None else checkpoints.keep
-    return _TaskTrainer(task, budget, keep=keep, model=model, args=arguments, **examples)
+    return _TaskTrainer(budget, keep=saved.keep, model=model, args=arguments, **examples)
