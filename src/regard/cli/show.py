@@ -94,8 +94,7 @@ def _word(value: Any) -> str:
 
 def doctor(argv: list[str]) -> int:
     """Run `regard doctor`."""
-    if argv and argv[0] not in ("-h", "--help"):
-        raise ArgumentError(f"doctor: takes no arguments, got {' '.join(argv)}.")
+    require(not argv or argv[0] in ("-h", "--help"), "doctor", f"takes no arguments, got {' '.join(argv)}.")
     if argv:
         print("usage: regard doctor\n\nShow versions, devices, and available implementations.")
         return 0

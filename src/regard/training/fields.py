@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ArgumentError, require, suggestion
-from .errors import one_error
+from .errors import expect, one_error
 from .storage.files import read_text
 
 try:
@@ -47,8 +47,7 @@ def read_mapping(path: Path, *, call: str) -> dict[str, Any]:
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for name, value in pairs:
-        if name in table:
-            raise ValueError(f"duplicate key {name!r}")
+        expect(name not in table, f"duplicate key {name!r}")
         table[name] = value
     return table
 
