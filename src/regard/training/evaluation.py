@@ -108,12 +108,7 @@ def evaluate(
             ids = torch.stack([tokens[start : start + context] for start, _ in part]).long().to(device)
             if support and i == 0:
                 keys = mean_support(model, ids)
-            targets = ids[:, 1:].clone()
-            for row, (_, skip) in zip(targets, part, strict=True):
-                row[: skip - 1] = -100  # target j is token j + 1
-            logits: Any = model(input_ids=ids, use_cache=False).logits[:, :-1]
-            each = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
-            total += each.double().sum().cpu()
+            total += _nll(model, ids, part)
     seconds, count = time.perf_counter() - begin, len(tokens) - 1
     loss = total.item() / count
     bits = units.bits_per_char(loss), units.bits_per_byte(loss)
@@ -180,3 +175,13 @@ def _empty_rows(layer: Diagnostics) -> Tensor:
     sees = ~layer.empty
     missed = sees & (layer.fallback | (layer.support == 0))
     return missed.sum().double() / sees.sum().clamp_min(1)
+
+
+def _nll(model: nn.Module, ids: Tensor, windows: list[tuple[int, int]]) -> Tensor:
+    """Return the summed negative log-likelihood of the counted tokens of some windows, in nats, float64 on the CPU."""
+    targets = ids[:, 1:].clone()
+    for row, (_, skip) in zip(targets, windows, strict=True):
+        row[: skip - 1] = -100  # target j is token j + 1
+    logits: Any = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    each = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
+    return each.double().sum().cpu()

@@ -137,7 +137,7 @@ def _prepare_text(config: TrainConfig, text: Source) -> Corpus:
     count = len(held_out.tokens)
     few = f"the held-out part of {text.path} has {count} tokens, {less}, a larger --validation or a smaller --context."
     require(count >= config.context, "train", few)
-    return Corpus(text, tokenizer, None if streams else learn, held_out, prompt=opening(tokenizer, held_out.beginning))
+    return Corpus(text, tokenizer, None if streams else learn, held_out)
 
 
 def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedModel, corpus: Corpus) -> RegardTrainer:
@@ -241,7 +241,7 @@ def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: Corpus) -> RunS
         step=trainer.state.global_step,
         parameters=sum(p.numel() for p in model.parameters()),
         tokens_per_second=clock.steps * trainer.tokens_per_step / max(clock.seconds, 1e-9),
-        prompt=corpus.prompt,
+        prompt=opening(corpus.tokenizer, corpus.held_out.beginning),
         **measured,
     )
     if main_process():

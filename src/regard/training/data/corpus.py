@@ -30,13 +30,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens to train on (None for a stream) and held-out tokens, and a prompt from the held-out text."""
+    """Tokens to train on (None for a stream) and held-out tokens."""
 
     text: Source
     tokenizer: PreTrainedTokenizerBase
     train: Part | None
     held_out: Part
-    prompt: str
 
 
 def open_source(config: TrainConfig, *, call: str) -> Source:
