@@ -53,9 +53,7 @@ predicted once, from at least half a window before it.
 """
 
 
-def write_card(
-    folder: Path, config: TrainConfig, model: PreTrainedModel, text: Source, summary: dict[str, Any]
-) -> None:
+def write_card(out: Path, config: TrainConfig, model: PreTrainedModel, text: Source, summary: dict[str, Any]) -> None:
     """Write README.md with the metadata of the Hugging Face Hub, without names of folders on this machine."""
     kinds = (entry for _, entry in language_models.items() if isinstance(model.config, entry.config))
     about = next((entry.about for entry in kinds), f"A {type(model).__name__}.")
@@ -96,7 +94,7 @@ def write_card(
         options=_table({name: value for name, value in options.items() if value is not None}),
         results=_table({metric: f"{value:.4f}" for metric, value in measured.items()}),
     )
-    ModelCard(f"---\n{data.to_yaml()}\n---\n{body}").save(folder / "README.md")
+    ModelCard(f"---\n{data.to_yaml()}\n---\n{body}").save(out / "README.md")
 
 
 def _table(rows: dict[str, Any]) -> str:

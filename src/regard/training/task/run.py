@@ -128,14 +128,12 @@ def _train(
     budget = TaskBudget(final_share=config.final_learning_rate, **same)
     with StopGently(config.out) as stop:
         try:
-            progress = train_on_task(
-                model, task, budget, report=report, checkpoints=saved, callbacks=[*callbacks, stop]
-            )
+            made = train_on_task(model, task, budget, report=report, checkpoints=saved, callbacks=[*callbacks, stop])
         except LossNotFinite as error:
             raise TrainingStopped(f"{str(error).rstrip('.')}; {last_good(config.out)}") from None
-    if not progress.finished:
-        stop.check(progress.step, config.steps)
-    return progress
+    if not made.finished:
+        stop.check(made.step, config.steps)
+    return made
 
 
 def scored(config: TrainConfig, task: TokenTask, model: Any, batch: int = 32) -> dict[str, TaskScore]:
