@@ -5,7 +5,7 @@ Tensors this small are slower on several threads, and much slower when test work
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -37,6 +37,13 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # what stays at the end of the process is reported as leaked by extensions
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
+    """`default_dtype(dtype)`: sets that of torch until the test ends."""
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

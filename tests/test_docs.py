@@ -31,20 +31,12 @@ BESIDE = {"finetune-with-lora"}
 MECHANISMS = [page for page in PAGES if page.parent.name == "mechanisms" and page.stem != "index"]
 WITHOUT_CLAIMS = {"associative-memory", "interpolated"}
 """Mechanisms on which the papers make no claim that a recipe measures."""
-SECTIONS = [
-    "Problem",
-    "Formula",
-    "Cost",
-    "When to use it",
-    "When not to use it",
-    "What the papers say and what we measured",
-]
+SECTIONS = ["Problem", "Formula", "Cost", "When to use it", "When not to use it"]
+SECTIONS += ["What the papers say and what we measured"]
 OLD = r"\bsentences?\b|\bspoilt\b|\bkeys that count\b|\bdesk size\b|\bgranule\b|\bbandwidth rule\b"
-WITH_EXAMPLES = [
-    ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
-    for path in sorted((ROOT / "src").rglob("*.py"))
-    if ">>> " in path.read_text(encoding="utf-8")
-]
+SRC = ROOT / "src"
+EXAMPLES = [path for path in sorted(SRC.rglob("*.py")) if ">>> " in path.read_text(encoding="utf-8")]
+WITH_EXAMPLES = [".".join(path.relative_to(SRC).with_suffix("").parts) for path in EXAMPLES]
 """Modules with examples in their docstrings."""
 GENERATED = {"grammar", "results", "gpu"}
 """Pages with tables that the sources or the benchmarks write, in words of their own."""
@@ -116,6 +108,18 @@ def test_the_design_page_names_every_folder() -> None:
     assert len(text("design").splitlines()) < 120
 
 
+def says(expected: dict[str, tuple[str, ...]]) -> None:
+    """Check that each page says these words."""
+    for page, numbers in expected.items():
+        for number in numbers:
+            assert number in text(page), f"{page}.md should say: {number}"
+
+
+def cells(table: str) -> list[list[str]]:
+    """The rows of the tables in a text, cell by cell."""
+    return [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+
+
 def linked(name: str) -> set[str]:
     """The pages that a page links to, relative to docs/."""
     page = DOCS / f"{name}.md"
@@ -153,13 +157,12 @@ def test_a_page_of_a_mechanism_has_every_part(page: Path) -> None:
 
 def test_the_errors_of_attention_on_residuals_are_the_stored_ones() -> None:
     def table(text: str) -> list[dict[str, str]]:
-        head, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+        head, _, *rows = cells(text)
         return [dict(zip(head, row, strict=True)) for row in rows]
 
-    stored = text("results/test-time-regression").split(
-        "## Squared error in units of the zero predictor's, strictly-past"
-    )[1]
-    rows = {(row["d"], row["S"]): row for row in table(stored.split("##")[0]) if row["query noise"] == "0"}
+    title = "## Squared error in units of the zero predictor's, strictly-past"
+    stored = text("results/test-time-regression").split(title)[1].split("##")[0]
+    rows = {(row["d"], row["S"]): row for row in table(stored) if row["query noise"] == "0"}
     shown = table(text("mechanisms/interpolated"))
     assert len(shown) == 2
     for row in shown:
@@ -255,17 +258,13 @@ def test_the_costs_that_pages_advise_by_are_the_stored_ones() -> None:
             f"torch {decoding['sdpa, a cache']['median_ms']:.1f} ms [a]",
         ),
     }
-    for page, numbers in expected.items():
-        for number in numbers:
-            assert number in text(page), f"{page}.md should say: {number}"
+    says(expected)
 
 
 def test_the_losses_that_pages_advise_by_are_the_stored_ones() -> None:
     def cell(recipe: str, column: str, *first: str) -> float:
         """Return the mean in the first row of a stored table that begins with these cells."""
-        rows = [
-            line.strip("| ").split(" | ") for line in text(f"results/{recipe}").splitlines() if line.startswith("|")
-        ]
+        rows = cells(text(f"results/{recipe}"))
         row = next(i for i, cells in enumerate(rows) if [x.strip() for x in cells[: len(first)]] == list(first))
         head = next(rows[i - 1] for i in range(row, 0, -1) if rows[i][0].startswith("---"))
         return float(rows[row][head.index(column)].split(" ± ")[0])
@@ -298,9 +297,7 @@ def test_the_losses_that_pages_advise_by_are_the_stored_ones() -> None:
         ),
         "local-linear-attention": (f"| {none:.3f} | {error['1']:.3f} at ridge 1, {error['0.1']:.3f} at ridge 0.1 |",),
     }
-    for page, numbers in expected.items():
-        for number in numbers:
-            assert number in text(page), f"{page}.md should say: {number}"
+    says(expected)
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.stem)

@@ -19,9 +19,7 @@ LAYERS = (
 MOST_FILES = 16
 
 
-MODULES = {
-    ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"): path for path in SRC.rglob("*.py")
-}
+MODULES = {".".join(p.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"): p for p in SRC.rglob("*.py")}
 
 
 def _imports(name: str, path: Path) -> set[str]:

@@ -76,15 +76,11 @@ def test_a_wheel_holds_the_packages_alone(tmp_path: Path) -> None:
     python("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT)
     (built,) = tmp_path.glob("regard-*.whl")
     names = zipfile.ZipFile(built).namelist()
-    assert {name.split("/")[0] for name in names} == {
-        "regard",
-        "regard_recipes",
-        f"regard-{regard.__version__}.dist-info",
-    }
+    packages = {"regard", "regard_recipes", f"regard-{regard.__version__}.dist-info"}
+    assert {name.split("/")[0] for name in names} == packages
     assert "regard/py.typed" in names
-    assert {f"regard/inspect/templates/{path.name}" for path in (ROOT / "src/regard/inspect/templates").iterdir()} <= {
-        *names
-    }
+    templates = {f"regard/inspect/templates/{path.name}" for path in (ROOT / "src/regard/inspect/templates").iterdir()}
+    assert templates <= {*names}
     assert not [name for name in names if name.endswith((".pyc", ".png"))]
 
 

@@ -44,9 +44,8 @@ def cases() -> list[dict]:
 
 def rows(case: dict, spec: str) -> tuple[torch.Tensor, regard.Diagnostics]:
     """The output and the diagnostics that regard gives for a case."""
-    query, keys, values = (
-        torch.tensor(case[n], dtype=torch.float64).view(1, 1, -1, 1) for n in ("query", "keys", "values")
-    )
+    tensors = (torch.tensor(case[name], dtype=torch.float64) for name in ("query", "keys", "values"))
+    query, keys, values = (x.view(1, 1, -1, 1) for x in tensors)
     scale = case["bandwidth"] ** -2
     return regard.attention(query, keys, values, spec, scale=scale, impl="reference", return_diagnostics=True)
 
@@ -64,13 +63,11 @@ def test_the_figure_that_moves_shows_what_regard_computes() -> None:
             out, seen = rows(case, spec)
             lines, fitted = rows(case, f"{spec}*linear(ridge={case['ridge']})")
             expected = torch.stack([out.view(()), lines.view(())])
-            close = {"atol": 1e-9, "rtol": 1e-9}
             pairs = [("weights", seen.weights), ("line", fitted.effective_weights), ("outputs", expected)]
             for name, wanted in pairs:
                 shown = torch.tensor(drawn[name], dtype=torch.float64)
-                torch.testing.assert_close(
-                    shown, wanted.flatten(), msg=partial("{0}, {1}: {2}".format, spec, name), **close
-                )
+                where = partial("{0}, {1}: {2}".format, spec, name)
+                torch.testing.assert_close(shown, wanted.flatten(), msg=where, atol=1e-9, rtol=1e-9)
             assert drawn["effective"] == pytest.approx(float(seen.effective_sample_size), rel=1e-9)
 
 
@@ -92,9 +89,7 @@ def test_every_kernel_is_drawn_under_every_rule_that_takes_it() -> None:
     grid = runpy.run_path(str(DOCS / "make_tutorial_figures.py"))["grid"]
     registries = regard.registries()
     drawn = {(k, r): grid(k, r, 0.4) for k in registries["kernel"].names() for r in registries["bandwidth"].names()}
-    assert all(
-        any(drawn[k, r] is not None for r in registries["bandwidth"].names()) for k in registries["kernel"].names()
-    )
+    assert {kernel for (kernel, _), weights in drawn.items() if weights is not None} == {*registries["kernel"].names()}
     for (kernel, rule), weights in drawn.items():
         if weights is not None:
             torch.testing.assert_close(weights, weights.flip(0))  # the query is in the middle

@@ -81,8 +81,7 @@ SPECS: dict[str, regard.Spec] = {str(spec): spec for spec in _every()}
 
 
 def _runs(spec: regard.Spec, impl: str) -> bool:
-    rows = regard.explain(spec, (2, 2, 8, 3)).rows
-    return any(name == impl and reason is None for name, reason, _ in rows)
+    return any(name == impl and reason is None for name, reason, _ in regard.explain(spec, (2, 2, 8, 3)).rows)
 
 
 PAIRS = [(label, impl) for label, spec in SPECS.items() for impl in IMPLS if _runs(spec, impl)]
@@ -138,17 +137,9 @@ class Data:
 
 
 def draw(
-    queries: int = 7,
-    keys: int | None = None,
-    *,
-    batch: int = 2,
-    heads: int = 2,
-    kv_heads: int | None = None,
-    dim: int = 3,
-    value_dim: int = 2,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-) -> Data:
+    queries: int = 7, keys: int | None = None, *, batch: int = 2, heads: int = 2, kv_heads: int | None = None,
+    dim: int = 3, value_dim: int = 2, dtype: torch.dtype = torch.float64, seed: int = 0,
+) -> Data:  # fmt: skip
     """Normal inputs from a seed, drawn in float64, so that a dtype changes nothing but the rounding."""
     make = torch.Generator().manual_seed(1000 + seed)
     keys = queries if keys is None else keys
@@ -159,8 +150,7 @@ def draw(
 
 def like(x: Tensor) -> Tensor:
     """Fixed random numbers of the shape of x: the weights of a loss."""
-    make = torch.Generator().manual_seed(2000)
-    return torch.randn(x.shape, generator=make, dtype=torch.float64).to(x.dtype)
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(2000), dtype=torch.float64).to(x.dtype)
 
 
 def learned(spec: regard.Spec, data: Data, seed: int = 0) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -184,8 +174,7 @@ def learned(spec: regard.Spec, data: Data, seed: int = 0) -> tuple[dict[str, Ten
 def masks(batch: int, heads: int, queries: int, keys: int) -> dict[str, dict[str, Any]]:
     """Name to the arguments of a call that limits who sees what; every kind of argument, alone and together.
     The pair mask leaves one row of one head without keys, the key mask one batch element short."""
-    make = torch.Generator().manual_seed(77)
-    pairs = torch.rand(batch, heads, queries, keys, generator=make) < 0.6
+    pairs = torch.rand(batch, heads, queries, keys, generator=torch.Generator().manual_seed(77)) < 0.6
     pairs[0, -1, queries // 2] = False
     padding = torch.ones(batch, 1, 1, keys, dtype=torch.bool)
     padding[0, ..., : keys // 3] = False
@@ -282,6 +271,7 @@ def named(data: Data, params: Mapping[str, Tensor] | None = None, scale: Tensor 
     return found if scale is None else {**found, "scale": scale}
 
 
-def same(actual: Tensor, expected: Tensor, what: str = "") -> None:
-    """Equal to the last bit."""
-    assert torch.equal(actual, expected), f"{what}: differs by {(actual - expected).abs().max().item():.3g}"
+def same(actual: Any, expected: Any, what: Any = "") -> None:
+    """Equal to the last bit, whatever `matched` takes."""
+    for one, other, name in oracle.matched(actual, expected, what):
+        assert torch.equal(one, other), f"{name}: differs by {(one - other).abs().max().item():.3g}"

@@ -8,7 +8,7 @@ Legend: B batch, H heads, Tq queries, Tk keys, D features; z scores, w kernel va
 [B, H, Tq, Tk]; row numbers (scale, params) are floats or [B, H, Tq].
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from regression import Ridge, fit, penalties
 from torch import Tensor
 
 Number = float | Tensor
+Params = Mapping[str, float | Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,22 +60,12 @@ def read(spec: Any) -> Choices:
     own = {name: getattr(rule, name) for name in ("margin", "k", "gradient", "temperature", "empty", "h")
            if hasattr(rule, name)}  # fmt: skip
     return Choices(
-        kernel.name,
-        rule.name,
-        similarity.name,
-        degree=spec.degree,
-        normalise=spec.normalise,
-        r=getattr(kernel, "r", 1.0),
-        limit=getattr(kernel, "limit", 300.0),
-        kernel_eps=getattr(kernel, "eps", 1e-4),
-        cosine_eps=getattr(similarity, "eps", 1e-3),
-        bias=getattr(rule, "bias", None) or 0.0,
-        ridge=0.1 if spec.ridge is None else spec.ridge,
-        solver=getattr(spec.solver, "name", None),
-        blocks=getattr(spec.solver, "blocks", 0),
-        absolute=spec.ridge_mode == "absolute",
-        **own,
-    )
+        kernel.name, rule.name, similarity.name, degree=spec.degree, normalise=spec.normalise,
+        r=getattr(kernel, "r", 1.0), limit=getattr(kernel, "limit", 300.0), kernel_eps=getattr(kernel, "eps", 1e-4),
+        cosine_eps=getattr(similarity, "eps", 1e-3), bias=getattr(rule, "bias", None) or 0.0,
+        ridge=0.1 if spec.ridge is None else spec.ridge, absolute=spec.ridge_mode == "absolute",
+        solver=getattr(spec.solver, "name", None), blocks=getattr(spec.solver, "blocks", 0), **own,
+    )  # fmt: skip
 
 
 def knows(choices: Choices) -> bool:
@@ -87,18 +78,10 @@ def knows(choices: Choices) -> bool:
 
 
 def visible(
-    batch: int,
-    heads: int,
-    queries: int,
-    keys: int,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    exclude_self: bool = False,
-    window: int | None = None,
-    query_offset: int | Tensor | None = None,
+    batch: int, heads: int, queries: int, keys: int, *, attn_mask: Tensor | None = None, is_causal: bool = False,
+    exclude_self: bool = False, window: int | None = None, query_offset: int | Tensor | None = None,
     segment_ids: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return which pairs are visible, boolean [B, H, Tq, Tk], one pair at a time."""
     offset = torch.as_tensor(keys - queries if query_offset is None else query_offset).expand(batch)
     rows = []
@@ -158,9 +141,7 @@ SIMILARITIES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 }
 
 
-def _scores(
-    s: Choices, q: Tensor, k: Tensor, scale: Number | None, params: Mapping[str, Number]
-) -> tuple[Tensor, Number]:
+def _scores(s: Choices, q: Tensor, k: Tensor, scale: Number | None, params: Params) -> tuple[Tensor, Number]:
     """(z, the bias that goes with it)."""
     z = SIMILARITIES[s.similarity](q, k, s.cosine_eps)
     bias = _column(params.get("bias", s.bias))
@@ -182,9 +163,7 @@ def _column(x: Number) -> Number:
 # Weights ----------------------------------------------------------------------------------------------------
 
 
-def weights(
-    s: Choices, z: Tensor, seen: Tensor, bias: Number = 0.0, params: Mapping[str, Number] | None = None
-) -> Tensor:
+def weights(s: Choices, z: Tensor, seen: Tensor, bias: Number = 0.0, params: Params | None = None) -> Tensor:
     """p, zero where not `seen`."""
     params = params or {}
     if s.rule == "fixed" and (s.kernel in POINTWISE or not s.normalise):
@@ -206,7 +185,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {}
 """K(a) of kernels that tests register."""
 
 
-def _kernel(s: Choices, a: Tensor, params: Mapping[str, Number]) -> Tensor:
+def _kernel(s: Choices, a: Tensor, params: Params) -> Tensor:
     if s.kernel in OTHERS:
         return OTHERS[s.kernel](a)
     if s.kernel == "gaussian":
@@ -222,7 +201,7 @@ def _kernel(s: Choices, a: Tensor, params: Mapping[str, Number]) -> Tensor:
     return 1 / (1 + s.kernel_eps - torch.where(a < s.limit, a, s.limit) / s.limit)
 
 
-def _plain(s: Choices, z: Tensor, seen: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+def _plain(s: Choices, z: Tensor, seen: Tensor, bias: Number, params: Params) -> Tensor:
     w = torch.where(seen, _kernel(s, torch.where(seen, z, 0) + bias, params), 0)
     if not s.normalise:
         return w
@@ -245,7 +224,7 @@ def _softmax(z: Tensor) -> Tensor:
     return _share(torch.where(z > -torch.inf, (z - z.detach().amax(-1, keepdim=True)).exp(), 0))
 
 
-def _fixed(s: Choices, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+def _fixed(s: Choices, z: Tensor, bias: Number, params: Params) -> Tensor:
     if s.kernel == "gaussian":
         return _softmax(z)
     finite = z > -torch.inf
@@ -262,7 +241,7 @@ def _fixed(s: Choices, z: Tensor, bias: Number, params: Mapping[str, Number]) ->
     return torch.where(lost, instead, w / torch.where(lost, 1, total))
 
 
-def _adaptive(s: Choices, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+def _adaptive(s: Choices, z: Tensor, bias: Number, params: Params) -> Tensor:
     r = _column(1 / (params["alpha"] - 1)) if "alpha" in params else s.r
     finite = z > -torch.inf
     safe = torch.where(finite, z, 0)
@@ -286,7 +265,7 @@ def _adaptive(s: Choices, z: Tensor, bias: Number, params: Mapping[str, Number])
     return powers(low + step - step.detach(), r)
 
 
-def _anchored(s: Choices, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+def _anchored(s: Choices, z: Tensor, bias: Number, params: Params) -> Tensor:
     theta = z.amax(-1, keepdim=True) - _column(params.get("margin", s.margin))
     inside = z > theta
     if s.kernel == "gaussian":
@@ -294,7 +273,7 @@ def _anchored(s: Choices, z: Tensor, bias: Number, params: Mapping[str, Number])
     return _share(torch.where(inside, _kernel(s, torch.where(inside, z - theta, 1), params), 0))
 
 
-def _nearest(s: Choices, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+def _nearest(s: Choices, z: Tensor, bias: Number, params: Params) -> Tensor:
     count = (z > -torch.inf).sum(-1, keepdim=True)
     order = z.detach().sort(dim=-1, descending=True, stable=True).indices
     rank = order.argsort(-1)
@@ -308,7 +287,7 @@ def _nearest(s: Choices, z: Tensor, bias: Number, params: Mapping[str, Number]) 
     return p.detach() + smooth - smooth.detach()
 
 
-def _kept(s: Choices, z: Tensor, kept: Tensor, order: Tensor, count: Tensor, params: Mapping[str, Number]) -> Tensor:
+def _kept(s: Choices, z: Tensor, kept: Tensor, order: Tensor, count: Tensor, params: Params) -> Tensor:
     if s.kernel == "gaussian":
         return _softmax(torch.where(kept, z, -torch.inf))
     if s.kernel == "uniform":
@@ -341,13 +320,7 @@ def _soft(s: Choices, z: Tensor, order: Tensor, count: Tensor) -> Tensor:
 
 
 def attention(
-    s: Choices,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Tensor,
-    scale: Number | None = None,
-    params: Mapping[str, Number] | None = None,
+    s: Choices, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: Number | None = None, params: Params | None = None
 ) -> tuple[Tensor, Tensor]:
     """(output [B, H, Tq, Dv], weights p). Keys and values may have fewer heads than queries."""
     params = params or {}
@@ -393,7 +366,7 @@ def usual_probe(q: Tensor) -> Tensor:
     return probe.to(torch.promote_types(q.dtype, torch.float32))
 
 
-def _mass(s: Choices, z: Tensor, seen: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+def _mass(s: Choices, z: Tensor, seen: Tensor, bias: Number, params: Params) -> Tensor:
     """sum_j K of every row [B, H, Tq], 1 in rows that see no key."""
     empty = ~seen.any(-1)
     z = torch.where(seen, z, -torch.inf)
@@ -438,15 +411,24 @@ def _least_norm(q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> Tensor:
     return torch.where(p.sum(-1, keepdim=True) == 0, 0, mean_v - (mean_x[..., None, :] @ slope)[..., 0, :])
 
 
-def close(actual: Tensor, expected: Tensor, tolerance: float, what: str = "") -> None:
-    """|actual - expected| <= tolerance * max(1, max |expected|), NaN nowhere."""
-    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} != {tuple(expected.shape)}"
-    if actual.numel() == 0:
-        return
-    actual, expected = actual.detach().double(), expected.detach().double()
-    gap = float((actual - expected).abs().max())
-    size = max(1.0, float(expected.abs().max()))
-    assert gap <= tolerance * size, f"{what}: differs by {gap:.3g} (size {size:.3g})"  # false for NaN
+def matched(actual: Any, expected: Any, what: Any = "") -> Iterator[tuple[Tensor, Tensor, str]]:
+    """Two tensors, or those of two mappings by name or of two sequences in order, and what an error calls them."""
+    if isinstance(actual, Tensor):
+        yield actual, expected, str(what)
+    elif isinstance(actual, Mapping):
+        yield from ((x, expected[name], f"{what}, {name}") for name, x in actual.items())
+    else:
+        yield from ((x, y, str(what)) for x, y in zip(actual, expected, strict=True))
+
+
+def close(actual: Any, expected: Any, tolerance: float, what: Any = "") -> None:
+    """|actual - expected| <= tolerance * max(1, max |expected|), NaN nowhere; of whatever `matched` takes."""
+    for one, other, name in matched(actual, expected, what):
+        assert one.shape == other.shape, f"{name}: {tuple(one.shape)} != {tuple(other.shape)}"
+        if one.numel():
+            gap = float((one.detach().double() - other.detach().double()).abs().max())
+            size = max(1.0, float(other.detach().double().abs().max()))
+            assert gap <= tolerance * size, f"{name}: differs by {gap:.3g} (size {size:.3g})"  # false for NaN
 
 
 PRESETS: dict[str, Choices] = {

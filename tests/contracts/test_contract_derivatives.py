@@ -57,8 +57,7 @@ def test_second_derivatives(label: str) -> None:
 def test_second_derivatives_are_right_or_refused(label: str, impl: str) -> None:
     """Implementations other than the reference: an error that says so, never silently wrong."""
     run, inputs = call_of(label, impl, "padding")
-    out = run(*inputs)
-    first = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)[0]
+    first = torch.autograd.grad(run(*inputs).square().sum(), inputs[0], create_graph=True)[0]
     with pytest.raises((ArgumentError, RuntimeError), match=r"differentiable once|is not implemented") as caught:
         torch.autograd.grad(first.square().sum(), inputs[1])
     if impl == "blocked":
@@ -85,9 +84,6 @@ def test_straight_through_differentiates_softmax(label: str) -> None:
         dz = p * (g - (p * g).sum(-1, keepdim=True)) * 3**-0.5
         close(dq, dz @ data.k.detach(), 1e-10)
         close(dk, dz.transpose(-1, -2) @ data.q.detach(), 1e-10)
-
-
-# The weightings on plain scores under torch.func ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", HOW)

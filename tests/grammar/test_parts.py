@@ -16,17 +16,12 @@ import regard
 from regard.grammar import Spec, Status, similarities, threshold
 from regard.grammar.similarities.base import Similarity
 
-# The functions themselves -----------------------------------------------------------------------------------
-
 
 def test_the_geometric_kernel_is_flat_from_one_on() -> None:
     """Only rounding takes a cosine there; the value is 1 / eps."""
     kernel, a = Spec.parse("geometric*fixed*cosine").kernel, torch.tensor([0.99, 1.0, 6.0], dtype=torch.float64)
     np.testing.assert_allclose(kernel.value(a, {}).numpy(), [100, 2.0**52, 2.0**52], rtol=1e-12)
     np.testing.assert_allclose(kernel.slope(a, {}).numpy(), [1e4, 0, 0], rtol=1e-12)
-
-
-# Signed sums ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
@@ -71,20 +66,12 @@ RNG = np.random.default_rng(0)
 Q, K = RNG.normal(size=(3, 5)), RNG.normal(size=(7, 5))
 
 
-def batched(x: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(x)[None, None]
-
-
 def test_cosine_stays_inside_its_range() -> None:
-    x = np.array([[1e3, 1e3], [1e-9, 0], [0, 0], [-1e3, -1e3]])
-    similarity = similarities.get("cosine")()
-    phi, psi = similarity.features(batched(x), batched(x))
-    s = (phi @ psi.transpose(-1, -2)).numpy()
-    assert np.all(np.abs(s) < 1)
-    exact = similarities.get("cosine")(eps=0.0)
-    phi, psi = exact.features(batched(x), batched(x))
-    s = (phi @ psi.transpose(-1, -2))[0, 0].numpy()
-    np.testing.assert_allclose(np.diag(s), [1, 1, 0, 1], atol=1e-15)
+    x = torch.tensor([[1e3, 1e3], [1e-9, 0], [0, 0], [-1e3, -1e3]], dtype=torch.float64)[None, None]
+    phi, psi = similarities.get("cosine")().features(x, x)
+    assert ((phi @ psi.mT).abs() < 1).all()
+    phi, psi = similarities.get("cosine")(eps=0.0).features(x, x)
+    np.testing.assert_allclose((phi @ psi.mT)[0, 0].diag(), [1, 1, 0, 1], atol=1e-15)
     refuses("eps is -1", similarities.get("cosine"), eps=-1.0)
 
 
@@ -236,8 +223,7 @@ def test_the_search_converges_to_rounding(r: float, fast: bool) -> None:
     """By 16 steps of Newton's method, or by bisection for r < 1."""
     for length in (1, 2, 17, 512, 8192):
         for spread in SPREADS if length < 8192 else (0.1,):
-            d = distances(length, spread)
-            b, converged = threshold.solve_peak(d, r, fast=fast)
+            b, converged = threshold.solve_peak(distances(length, spread), r, fast=fast)
             assert bool(converged.all())
             assert abs(float(b) - peak(length, spread, r)) <= 4e-16 * (4 if r >= 1 else 1)
 
@@ -277,16 +263,13 @@ def test_a_row_on_which_sixteen_steps_do_not_suffice() -> None:
     one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
     key = z[None, None, :, None]
     value = torch.ones_like(key)
-    found = {
-        impl: regard.attention(one, key, value, "sparsemax", scale=1.0, impl=impl, return_diagnostics=True)
-        for impl in ("reference", "blocked")
-    }
-    out, seen = found["reference"]
+    how = {"spec": "sparsemax", "scale": 1.0, "return_diagnostics": True}
+    out, seen = regard.attention(one, key, value, impl="reference", **how)
     assert seen.status.flatten().tolist() == [int(Status.UNCONVERGED)]
     assert abs(float(out) - 1) <= 1e-14  # the weights still sum to one
-    # The fast form goes on until it has converged.
-    assert found["blocked"][1].status.flatten().tolist() == [int(Status.OK)]
-    np.testing.assert_allclose(float(found["blocked"][1].tau), float(tau), rtol=0, atol=1e-15)
+    _, fast = regard.attention(one, key, value, impl="blocked", **how)  # goes on until it has converged
+    assert fast.status.flatten().tolist() == [int(Status.OK)]
+    np.testing.assert_allclose(float(fast.tau), float(tau), rtol=0, atol=1e-15)
 
 
 def test_converged_rows_stay_as_they_are() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from mistakes import refuses
 
-from regard.grammar import Dense, solvers
+from regard.grammar import Dense
 from regard.grammar.solvers import Auto, BlockDiagonal, Cholesky, ConjugateGradient, Learned
 from regard.grammar.systems import SolveStatus
 
@@ -20,7 +20,7 @@ def positive(seed: int, rank: int, n: int = 5, count: int = 4) -> np.ndarray:
 def test_singular_systems_have_the_solution_of_least_norm_and_a_status(rank: int) -> None:
     a = np.concatenate([positive(2, rank, count=2), positive(3, 9, count=1)])
     b = np.random.default_rng(4).normal(size=(3, 5))
-    solved = solvers.get("cholesky")().solve(Dense(torch.from_numpy(a), 0.0), torch.from_numpy(b))
+    solved = solve(Cholesky(), a, b, ridge=0.0)
     expected = np.stack([np.linalg.lstsq(m, y, rcond=1e-10)[0] for m, y in zip(a, b, strict=True)])
     np.testing.assert_allclose(solved.value.numpy(), expected, rtol=1e-8, atol=1e-10)
     assert solved.status.tolist() == [1, 1, 0]
@@ -29,7 +29,7 @@ def test_singular_systems_have_the_solution_of_least_norm_and_a_status(rank: int
 def test_gradients_of_regular_systems_beside_singular_ones() -> None:
     a = torch.from_numpy(np.concatenate([positive(5, 9, count=1), positive(6, 2, count=1)])).requires_grad_()
     b = torch.ones(2, 5, dtype=torch.float64, requires_grad=True)
-    solvers.get("cholesky")().solve(Dense(a, 0.0), b).value[0].sum().backward()
+    Cholesky().solve(Dense(a, 0.0), b).value[0].sum().backward()
     inverse = np.linalg.inv(a.detach().numpy()[0])
     left, right = inverse.sum(0), inverse.sum(-1)
     # d(1' A^-1 1) = -A^-1 1 (1' A^-1) on the symmetric part.
@@ -39,8 +39,6 @@ def test_gradients_of_regular_systems_beside_singular_ones() -> None:
     assert bool(torch.isfinite(a.grad).all())
     assert not bool(a.grad[1].any())
 
-
-# More solvers ------------------------------------------------------------------------------------------------
 
 OK, MINIMUM_NORM, NOT_FINITE, UNCONVERGED, JITTER = range(5)  # the numbers are a promise: they stand in results
 

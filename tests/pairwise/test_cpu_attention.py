@@ -148,13 +148,8 @@ def compare(
     exact = leaves(ours, torch.float64)
     out, expected = attend(label, ours, call), truth(label, exact, call)[0]
     close(out, expected, tolerance, "output")
-    found, right = gradients(out, ours), gradients(expected, exact)
-    for name, gradient in found.items():
-        close(gradient, right[name], tolerance, f"gradient of {name}")
-        assert torch.equal(ours[name].double(), exact[name]), name
-
-
-# Blocks of all sizes -----------------------------------------------------------------------------------------
+    close(gradients(out, ours), gradients(expected, exact), tolerance, "gradients")
+    assert all(torch.equal(x.double(), exact[name]) for name, x in ours.items())
 
 
 @pytest.mark.parametrize(
@@ -204,8 +199,7 @@ def arguments(name: str, batch: int, heads: int, queries: int = QUERIES, keys: i
 )
 def test_keys_without_weight_are_left_out(label: str, name: str, narrowing: Narrowing) -> None:
     """Grouped heads, and all ways to hide keys; that keys are left out really is what happens."""
-    data = clustered(label, QUERIES, KEYS, batch=2, heads=2, kv_heads=1)
-    compare(label, data, arguments(name, 2, 2), 5e-11)
+    compare(label, clustered(label, QUERIES, KEYS, batch=2, heads=2, kv_heads=1), arguments(name, 2, 2), 5e-11)
     assert narrowing.asked >= 12
     assert narrowing.done >= narrowing.asked // 2
     assert narrowing.kept <= 0.6 * KEYS + COLUMNS  # backward, where it pays
@@ -240,9 +234,6 @@ def test_8192_keys(watched: Narrowing) -> None:
     assert watched.kept <= 4 * COLUMNS
 
 
-# Rows that need more than their support ----------------------------------------------------------------------
-
-
 def by_scores(z: Tensor, **numbers: Tensor) -> Inputs:
     """Queries and keys whose products are z [Tq, Tk] exactly: the queries are unit vectors."""
     queries, keys = z.shape
@@ -267,8 +258,7 @@ def test_the_key_on_which_a_threshold_hangs_lies_alone(label: str, narrowing: Na
         z[:, place] = -1.0
         data = by_scores(z)
         compare(label, data, {}, 1e-11)
-        grad = gradients(attend(label, data, {}), data)["key"]
-        assert float(grad[0, 0, place].abs().min()) > 0
+        assert float(gradients(attend(label, data, {}), data)["key"][0, 0, place].abs().min()) > 0
     assert narrowing.done == narrowing.asked
     assert narrowing.kept <= 2 * COLUMNS
 
@@ -347,9 +337,6 @@ def test_the_last_bit_of_a_score_may_differ_when_it_is_computed_again(
     assert narrowing.done >= 2
 
 
-# What is hidden ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("label", ["biweight", "relumax", f"gaussian*nearest(k={K})"])
 def test_a_row_changes_no_bit_of_another(label: str) -> None:
     data = leaves(clustered(label, KEYS, KEYS, batch=2, heads=2), torch.float32)
@@ -361,9 +348,6 @@ def test_a_row_changes_no_bit_of_another(label: str) -> None:
     assert torch.equal(before[0, :, :-1], after[0, :, :-1])
     assert torch.equal(before[1, 0, :-1], after[1, 0, :-1])
     assert torch.equal(before[1, 1, 9:-1], after[1, 1, 9:-1])
-
-
-# As torch and its callers see it -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("label", ["biweight", "relumax", f"biweight*nearest(k={K})", FIXED])

@@ -35,10 +35,7 @@ CASES = [
     *(f"{kernel}*fixed(bias={W})" for kernel in ("epanechnikov", "biweight", "uniform")),
     f"triweight*fixed(bias={W},empty=zero)",
     f"polynomial(r=1.7)*fixed(bias={W},empty=nearest)",
-    *(
-        f"{kernel}*nearest(k={K})"
-        for kernel in ("epanechnikov", "biweight", "polynomial(r=1.5)", "gaussian", "uniform")
-    ),
+    *(f"{name}*nearest(k={K})" for name in ("epanechnikov", "biweight", "polynomial(r=1.5)", "gaussian", "uniform")),
 ]
 
 
@@ -87,8 +84,7 @@ def compare(label: str, z: Tensor, learned: bool, tolerance: float) -> None:
         assert torch.equal(g, kept)
         assert all(torch.equal(x.to(dtype), own[name]) for name, x in inputs.items()), "inputs are only read"
         inputs = own  # the formula takes the rounded numbers
-    for name, found in results[0].items():
-        close(found, results[1][name], tolerance, name)
+    close(*results, tolerance)
 
 
 @pytest.mark.parametrize("n", LENGTHS)
@@ -139,9 +135,6 @@ def test_any_number_of_nearest_keys(kernel: str, k: int) -> None:
     compare(f"{kernel}*nearest(k={k})", scores(1000), False, 1e-11)
 
 
-# Rows do not depend on each other, on the memory they lie in, or on who computes them ------------------------
-
-
 def everything(label: str, z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     leaf = z.clone().requires_grad_()
     p = solve(label, leaf, numbers(Spec.parse(label), torch.zeros(1, dtype=z.dtype), False))
@@ -152,19 +145,18 @@ def everything(label: str, z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 def test_bits_of_a_row_do_not_depend_on_other_rows_or_threads(label: str) -> None:
     z = torch.cat([scores(1000, torch.float32), scores(1000, torch.float32).flip(-1)])
     g = torch.randn(z.shape, generator=torch.Generator().manual_seed(2))
-    before = torch.get_num_threads()
+    before, found = torch.get_num_threads(), []
     try:
-        torch.set_num_threads(1)
-        one = everything(label, z, g)
-        torch.set_num_threads(2)
-        two = everything(label, z, g)
-        assert torch.get_num_threads() == 2
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(everything(label, z, g))
+            assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
     alone = [everything(label, z[i : i + 1], g[i : i + 1]) for i in range(len(z))]
-    for a, b, c in zip(one, two, zip(*alone, strict=True), strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, torch.cat(c))
+    for one, two, rows in zip(*found, zip(*alone, strict=True), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, torch.cat(rows))
 
 
 def test_calls_from_several_python_threads_at_once() -> None:
@@ -185,19 +177,12 @@ def test_what_weighs_nothing_passes_nothing_on_not_even_nan() -> None:
     g = torch.ones_like(z).cumsum(-1)
     bad = g.clone()
     bad[0, 3], bad[0, 50], bad[0, 80] = float("nan"), INF, float("nan")
-    for label in (
-        "biweight*adaptive",
-        "epanechnikov*anchored",
-        f"epanechnikov*fixed(bias={W})",
-        "gaussian*nearest(k=3)",
-    ):
+    fixed = f"epanechnikov*fixed(bias={W})"
+    for label in ("biweight*adaptive", "epanechnikov*anchored", fixed, "gaussian*nearest(k=3)"):
         leaf = z.clone().requires_grad_()
         p = solve(label, leaf, numbers(Spec.parse(label), torch.zeros(1, dtype=torch.float64), False))
         clean, found = (torch.autograd.grad(p, leaf, x, retain_graph=True)[0] for x in (g, bad))
         assert torch.equal(clean, found), label
-
-
-# Status ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -215,8 +200,6 @@ def test_every_search_converges(r: float, dtype: torch.dtype) -> None:
             )  # fmt: skip
             assert not bool(found.status.any())
 
-
-# Processes ---------------------------------------------------------------------------------------------------
 
 PROGRAM = """
 import json, sys, time

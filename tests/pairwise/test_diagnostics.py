@@ -18,9 +18,8 @@ def report(z: list, spec: str, impl: str = "reference", scale: float | None = 1.
     mask = torch.tensor([x is not None for x in z])
     one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
     key = row.view(1, 1, -1, 1)
-    return regard.attention(
-        one, key, key, spec, attn_mask=mask, scale=scale, impl=impl, return_diagnostics=True, **how
-    )[1]
+    how = {"attn_mask": mask, "scale": scale, "impl": impl, "return_diagnostics": True, **how}
+    return regard.attention(one, key, key, spec, **how)[1]
 
 
 def numbers(found: regard.Diagnostics) -> tuple[float, float, float, float]:

@@ -13,23 +13,19 @@ from regard import DeltaState, LinearState, MesaState
 
 make = torch.Generator().manual_seed(0)
 INPUTS = {n: torch.randn(2, h, 5, 3, generator=make) for n, h in (("query", 4), ("key", 2), ("value", 2))}
-STATES: dict[str, Any] = {
-    "linear_attention": LinearState.empty("elu", 2, 2, 3),
-    "delta_rule": DeltaState.empty(2, 2, 3),
-    "mesa_attention": MesaState.empty(2, 2, 3),
+CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "linear_attention": (LinearState.empty("elu", 2, 2, 3), {}),
+    "delta_rule": (DeltaState.empty(2, 2, 3), {"beta": 0.5}),
+    "mesa_attention": (MesaState.empty(2, 2, 3), {"ridge": 1.0}),
 }
-NEEDED: dict[str, dict[str, Any]] = {
-    "linear_attention": {},
-    "delta_rule": {"beta": 0.5},
-    "mesa_attention": {"ridge": 1.0},
-}
+"""The state of each call, and what it needs besides."""
 
 
-@pytest.mark.parametrize("call", STATES)
+@pytest.mark.parametrize("call", CALLS)
 def test_bad_states_are_named(call: str) -> None:
     """States of another class, of other shapes, dtypes and devices, and damaged ones."""
-    own = STATES[call]
-    others = [state for name, state in STATES.items() if name != call]
+    own, needed = CALLS[call]
+    others = [state for name, (state, _) in CALLS.items() if name != call]
     for bad in [
         *OBJECTS[:2], True, 3, torch.ones(3), *others, type(own), own.map(lambda x: x[:1]), own.map(lambda x: x[:, :1]),
         own.map(lambda x: x.double() if x.is_floating_point() else x), own.map(lambda x: x.to("meta")),
@@ -37,7 +33,7 @@ def test_bad_states_are_named(call: str) -> None:
         *(replace(own, **{name: bad}) for name in own._tensors() for bad in (None, 3, torch.ones(1), torch.ones(2, 2))),
         *(replace(own, tokens=bad) for bad in (None, "x", 1.5, True, torch.ones(3), -1)),
     ]:  # fmt: skip
-        text = error_of(getattr(regard, call), **INPUTS, **NEEDED[call], state=bad)
+        text = error_of(getattr(regard, call), **INPUTS, **needed, state=bad)
         assert text.startswith(f"{call}: "), text
         assert "state" in text
         assert len(text) < 600
@@ -49,10 +45,10 @@ def test_bad_states_are_named(call: str) -> None:
         assert "query" in text or "state" in text
 
 
-@pytest.mark.parametrize("call", NEEDED)
+@pytest.mark.parametrize("call", CALLS)
 def test_values_at_the_edge_are_taken(call: str) -> None:
     """Whole numbers beyond every length are no mistakes."""
-    given = {**INPUTS, **NEEDED[call]}
+    given = {**INPUTS, **CALLS[call][1]}
     expected = getattr(regard, call)(**given)[0]
     for chunk in (1, 2**31, 2**63, 10**30):
         torch.testing.assert_close(getattr(regard, call)(**given, chunk_size=chunk)[0], expected, rtol=1e-5, atol=1e-5)

@@ -50,8 +50,7 @@ def test_bfloat16_gradients() -> None:
     leaves = tuple(x.requires_grad_() for x in family("anisotropic", 300, 32))
     exact = tuple(x.detach().double().requires_grad_() for x in leaves)
     out = regard.local_linear_attention(*leaves, ridge=0.1, is_causal=True)
-    make = torch.Generator().manual_seed(3)
-    weight = torch.randn(out.shape, generator=make).to(torch.bfloat16)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     found = torch.autograd.grad(out, leaves, weight)
     wanted = torch.autograd.grad(dense(*exact, lower(300), 0.1), exact, weight.double())
     for grad, want in zip(found, wanted, strict=True):
@@ -67,8 +66,7 @@ def test_keys_far_from_the_origin(solver: str) -> None:
     """Coordinates of queries and keys about a point 100 away in every direction: float32 keeps 1e-4. A small scale
     leaves the scores free of rounding, so that the regression alone is looked at."""
     q, k, v = draw(1, 2, 200, 8, seed=1, dtype=torch.float32)
-    make = torch.Generator().manual_seed(2)
-    shift = 100 * torch.randn(8, generator=make)
+    shift = 100 * torch.randn(8, generator=torch.Generator().manual_seed(2))
     q, k = q + shift, k + shift
     expected = dense(q, k, v, lower(200), 0.1, scale=1e-6)
     out, _ = run(q, k, v, scale=1e-6, solver=solver)
@@ -105,8 +103,7 @@ def degenerate(name: str, k: Tensor) -> Tensor:
     if name == "two":  # duplicated: two keys, over and over
         return k[:, :, torch.arange(k.shape[2]) % 2]
     if name == "collinear":
-        line = torch.randn(k.shape[-1], generator=make, dtype=torch.float64).to(k.dtype)
-        return k[..., :1] * line
+        return k[..., :1] * torch.randn(k.shape[-1], generator=make, dtype=torch.float64).to(k.dtype)
     return k * {"large": 1e3, "huge": 1e6, "tiny": 1e-12, "plain": 1.0}[name]
 
 
@@ -159,8 +156,7 @@ def test_gradients_of_values_are_as_accurate_as_the_output(
         call = {"spec": weights, "ridge": ridge, "is_causal": causal}
         out = regard.local_linear_attention(*leaves, impl=impl, **call)
         wanted = regard.local_linear_attention(*exact, impl="reference", **call)
-        make = torch.Generator().manual_seed(3)
-        weight = torch.randn(out.shape, generator=make)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
         found = torch.autograd.grad(out, leaves[2], weight)[0]
         grad = torch.autograd.grad(wanted, exact[2], weight.double())[0]
         assert ratio(found, grad) <= 2 * ratio(out, wanted) + 1e-6, (tokens, length)
@@ -302,8 +298,7 @@ def test_a_budget_that_is_too_small_is_told() -> None:
         with pytest.warns(RuntimeWarning, match="did not converge or are inaccurate in the backward pass"):
             out.sum().backward()
         assert bool((found["iterations"] <= max_iter).all())
-        unconverged = found["status"] == UNCONVERGED
-        assert float(unconverged.double().mean()) > 0.9
+        assert float((found["status"] == UNCONVERGED).double().mean()) > 0.9
         assert float(found["residual"].mean()) < before
         before = float(found["residual"].mean())
         assert bool(out.isfinite().all())

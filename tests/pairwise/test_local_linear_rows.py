@@ -17,10 +17,7 @@ FORMS: dict[str, Any] = {"torch": grouped}
 if MISSING is None:
     FORMS["numba"] = NumbaRows(Spec.parse("biweight")).by_row
 
-pytestmark = [
-    pytest.mark.parametrize("form", FORMS),
-    pytest.mark.parametrize("dtype", [torch.float32, torch.float64]),
-]
+pytestmark = [pytest.mark.parametrize("form", FORMS), pytest.mark.parametrize("dtype", [torch.float32, torch.float64])]
 
 
 def drawn(width: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,8 +146,7 @@ def test_right_sides_with_other_strides(form: str, dtype: torch.dtype) -> None:
     flat = right.flatten(0, 1)
     system = system_of(WeightedRows, dtype, p, y, 0.1)
     one, two = (FORMS[form](system, x, None) for x in (flat, flat.t().contiguous().t()))
-    for x, z in zip(one, two, strict=True):
-        assert torch.equal(x[~one.left], z[~one.left])
+    assert all(torch.equal(x[~one.left], z[~one.left]) for x, z in zip(one, two, strict=True))
 
 
 def test_rows_do_not_depend_on_each_other(form: str, dtype: torch.dtype) -> None:

@@ -43,10 +43,8 @@ NUMBERS: dict[str, Callable[..., Tensor]] = {
 }
 del NUMBERS["topk_uniform"]  # has no gradient
 ALONE = {*REFERENCE, "topk_uniform-soft-masked"}
-PARAMETERS: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
-    **LEARNED,
-    "alpha-masked": (lambda z, a, **how: regard.entmax(z, a, mask=MASK, **how), column(1.5, 1.2)),
-}
+MASKED = (lambda z, a, **how: regard.entmax(z, a, mask=MASK, **how), column(1.5, 1.2))
+PARAMETERS: dict[str, tuple[Callable[..., Tensor], Tensor]] = {**LEARNED, "alpha-masked": MASKED}
 
 
 def pairs(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -76,9 +74,6 @@ def test_second_derivatives_are_finite_where_weights_vanish(name: str, impl: str
     total = sum((g.square().sum() for g in first), torch.zeros((), dtype=torch.float64))
     second = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else ()
     assert all(bool(torch.isfinite(g).all()) for g in (*first, *second) if g is not None)
-
-
-# entmax in float32 -------------------------------------------------------------------------------------------
 
 
 ALPHAS = (1.1, 1.5, 1.9, 2.0, 2.1, 2.5, 3.0, 4.0, 5.0)

