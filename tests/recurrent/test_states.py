@@ -160,7 +160,7 @@ EVERY: list[tuple[dict[str, Any], str]] = [
     ({"exclude_self": 1}, "exclude_self is 1, expected True or False"),
     ({"chunk_size": 0}, "chunk_size is 0, expected a whole number >= 1"),
     ({"attn_mask": torch.ones(2, 9)}, "expected torch.bool"),
-    ({"attn_mask": torch.ones(2, 4, 9, 9, dtype=torch.bool)}, "does not broadcast"),
+    ({"attn_mask": torch.ones(2, 4, 9, 9, dtype=torch.bool)}, "must be the same for all queries and heads"),
     ({"scale": 0.0}, "scale is 0, expected scale > 0"),
     ({"log_decay": 0.5}, "log_decay is 0.5, expected log_decay <= 0"),
     ({"log_decay": torch.zeros(4)}, "log_decay has shape [4], which does not broadcast to [2]"),

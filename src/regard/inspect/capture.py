@@ -63,9 +63,9 @@ def capture(model: nn.Module, weights: bool = False) -> Iterator[Capture]:
         yield seen
 
 
-def check_labels(call: str, labels: Any, input_ids: Tensor) -> None:
-    """Check that `labels` are texts, one for each of `input_ids` [T]."""
+def check_labels(call: str, labels: Any, input_ids: Tensor | None = None) -> None:
+    """Check that `labels` are texts, one for each of `input_ids` [T] if given."""
     if not isinstance(labels, (list, tuple)) or not all(isinstance(label, str) for label in labels):
         raise refuse(call, "labels", labels, "a list of texts, one for each token")
-    if len(labels) != len(input_ids):
+    if input_ids is not None and len(labels) != len(input_ids):
         raise ArgumentError(f"{call}: {len(labels)} labels for {len(input_ids)} tokens (input_ids), expected one each.")

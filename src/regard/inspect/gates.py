@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, instance, integers, refuse, require, tensor, whole, within
+from ..checks import ArgumentError, instance, integers, require, tensor, whole, within
 from .capture import check_labels, eval_mode
 from .hooks import named_hook_points, run_with_cache
 
@@ -138,8 +138,7 @@ def word_surprisal(labels: Sequence[str], counts: Mapping[str, int]) -> Tensor:
         counts: `word_counts` of the training text.
     """
     call = "word_surprisal"
-    if not isinstance(labels, (list, tuple)) or not all(isinstance(each, str) for each in labels):
-        raise refuse(call, "labels", labels, "a list of texts")
+    check_labels(call, labels)
     instance(call, "counts", counts, Mapping, "a mapping of words to how often they occur")
     total, kinds = sum(counts.values()), len(counts) + 1
     bits = lambda word: -math.log2((counts.get(word, 0) + 1) / (total + kinds))  # noqa: E731

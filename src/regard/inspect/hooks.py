@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, flag, instance, refuse, shape, shown, suggestion, within
+from ..checks import ArgumentError, flag, instance, refuse, require, shape, shown, suggestion, within
 from ..nn.hooks import HookPoint
 
 HookFunction = Callable[[Tensor, HookPoint], Tensor | None]
@@ -142,14 +142,13 @@ def hooked(
             active.enter_context(torch.compiler.set_stance("force_eager"))
         yield
     unused = next((name for name, done in called.items() if not done), None)
-    if required and unused is not None:
-        raise ArgumentError(f"{call}: hooks: {unused} did not run, so its hook was never called.")
+    require(not required or unused is None, call, f"hooks: {unused} did not run, so its hook was never called.")
 
 
 def _points(model: nn.Module, call: str) -> dict[str, HookPoint]:
     points = within(call, "model", named_hook_points, model)
-    if not points:
-        raise ArgumentError(f"{call}: {_kind(model)} has no hook points; models of regard do, such as ICLMForCausalLM.")
+    none = f"{_kind(model)} has no hook points; models of regard do, such as ICLMForCausalLM."
+    require(bool(points), call, none)
     return points
 
 

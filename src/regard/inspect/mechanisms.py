@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, floating, instance, integers, on_device, require, shape, shown, tensor, whole
+from ..checks import ArgumentError, floating, instance, integers, on_device, require, shape, tensor, whole
 from ..nn.hooks import HookPoint
 from .hooks import HookFunction, named_hook_points, run_with_cache
 
@@ -169,10 +169,8 @@ def copying(pattern: Tensor, roles: Roles, tokens: Tensor, wanted: Tensor) -> Co
     held = roles.columns(tokens, columns)
     same = (held[:, None, :] == wanted[:, :, None]) & (held[:, None, :] >= 0) & _visible(pattern)
     counts = same.sum(-1)
-    counted = counts > 0
-    total = int(counted.sum())
-    on_them = (pattern.double() * same[:, None]).sum(-1)
-    weight = (on_them * counted[:, None]).sum((0, 2)) / max(total, 1)
+    total = int((counts > 0).sum())
+    weight = (pattern.double() * same[:, None]).sum(-1).sum((0, 2)) / max(total, 1)
     shares = counts.double() / _visible(pattern).sum(-1)
     return Copying(weight, (shares.sum() / max(total, 1)).item(), total)
 
@@ -208,8 +206,7 @@ def repeated_blocks(
     whole(call, "first", first, 0, 2**62)
     if generator is not None:
         instance(call, "generator", generator, torch.Generator, "a torch.Generator")
-    if whole(call, "period", period) < 1 or period > vocabulary:
-        raise ArgumentError(f"{call}: period is {shown(period)}, expected 1 to the vocabulary's {vocabulary} tokens.")
+    whole(call, "period", period, 1, vocabulary, why=", the tokens of the vocabulary")
     order = torch.rand(count, vocabulary, generator=generator).argsort(-1)[:, :period]
     return order[:, torch.arange(length) % period] + first
 
@@ -336,7 +333,6 @@ def patterns(
     Raises:
         ArgumentError: the model has no such layers.
     """
-
     matches = [_POINT.fullmatch(name) for name in named_hook_points(model)]
     streams_of = {match[0]: (match[1] or "transformer", int(match[2])) for match in matches if match is not None}
     kept = [name for name, (stream, _) in streams_of.items() if stream in (streams or ROLES)]

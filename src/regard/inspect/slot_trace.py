@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..checks import ArgumentError
+from ..checks import require
 from ..nn.memory_trace import Retrieved
 
 HIT = "[HIT]"
@@ -62,8 +62,7 @@ class SlotReadings:
 
     def __post_init__(self) -> None:
         tokens, labels = len(self.tokens), len(self.labels)
-        if tokens != labels:
-            raise ArgumentError(f"SlotReadings: {labels} labels for {tokens} tokens, expected one each.")
+        require(tokens == labels, "SlotReadings", f"{labels} labels for {tokens} tokens, expected one each.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace without labels as data for JSON."""
@@ -141,8 +140,8 @@ def slot_readings(
     Raises:
         ArgumentError: labels do not match the tokens, or a position is out of range.
     """
-    if any(not 0 <= position < len(tokens) for position in positions):
-        raise ArgumentError(f"slot_readings: positions {sorted(positions)} are out of range for {len(tokens)} tokens.")
+    fit, out = all(0 <= position < len(tokens) for position in positions), f"out of range for {len(tokens)} tokens"
+    require(fit, "slot_readings", f"positions {sorted(positions)} are {out}.")
     wanted, readings = set(positions), []
     for layer, seen in retrieved.items():
         for at in (seen.row == row).nonzero()[:, 0].tolist():

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ..checks import ArgumentError, choice, flags, instance, number, refuse, require, shape, tensor
+from ..checks import ArgumentError, choice, flag, instance, number, refuse, require, shape, tensor
 from ..precision import full_precision, transformed
 from ..recurrent.states import require_state
 from .stream import ChunkMemory, Streams, StreamState, check_chunk, check_meta_grad, check_tokens, flushed, follow
@@ -159,9 +159,10 @@ class NetworkMemory(ChunkMemory):
     def run(
         self, call: str, new: Tensors, weights: SwiGLU, state: N | None, where: tuple[Any, Any], frozen: bool
     ) -> tuple[Tensor, N]:
-        """Return what the checked tokens `new` read, in the dtype of their queries, and the state after them; `where`
-        are the mask and the segment ids."""
+        """Return what the tokens `new` read, in their dtype, and the state after; `where`: mask and segment ids."""
         query = new["query"]
+        flag(call, "frozen", frozen)
+        check_tokens(call, query, *where, self.shared)
         empty = self.start(weights, len(query))
         if state is not None:
             fit(call, state, empty, len(query), {name: new[name].shape[2:] for name in empty.WAITING})
@@ -204,7 +205,7 @@ class FastMLPMemory(NetworkMemory):
 
     def __post_init__(self) -> None:
         call = "FastMLPMemory"
-        flags(call, shared=self.shared)
+        flag(call, "shared", self.shared)
         number(call, "learning_rate", self.learning_rate, low=0.0)
         choice(call, "target", self.target, TARGETS)
         check_meta_grad(call, self.meta_grad)
@@ -224,8 +225,7 @@ class FastMLPMemory(NetworkMemory):
         return out.reshape(*query.shape[:2], out.shape[-1]), tokens
 
     def write(self, state: FastMLPState, tokens: Tensors, following: Tensors | None) -> Tensors:
-        """Take one step. The target of a token comes from the next good token of its row, in its chunk or just after
-        it; a token without such a successor is only a target, not learned from."""
+        """Take one step. Targets come from the next good token of a row; a token without one is not learned from."""
         tokens = marked(tokens)
         following = {n: torch.zeros_like(x[:, :1]) for n, x in tokens.items()} if following is None else following
         tokens = joined((tokens, following))
@@ -280,17 +280,14 @@ def fast_weight_mlp(
     Precision: float32 (float64 for float64). Cost: about 6 F (Din + Dv) multiplications per token to read, twice that
     to write; with gradients, a copy of the three matrices is kept for each memory and chunk.
     """
-    flags(CALL, frozen=frozen)
     memory = FastMLPMemory.of(CALL, memory, options)
     tensor(CALL, "query", query, "B", "T", "Din")
     tensor(CALL, "value", value, *query.shape[:2], "Dv", like=query, why=", with the B and T of query")
     if 0 in query.shape[1:] or 0 in value.shape[1:]:  # torch.compile cannot trace the text of a symbolic length
         given = f"query {shape(query)} and value {shape(value)}"
         raise ArgumentError(f"{CALL}: got {given}, expected [B, T, Din] and [B, T, Dv] with T >= 1.")
-    new = {"query": query, "value": value}
-    check_tokens(CALL, query, mask, segment_ids, memory.shared)
     first = first_network(CALL, weights, query, (query.shape[2], value.shape[2]), 1)
-    return memory.run(CALL, new, first, state, (mask, segment_ids), frozen)
+    return memory.run(CALL, {"query": query, "value": value}, first, state, (mask, segment_ids), frozen)
 
 
 def flush(state: FastMLPState, memory: FastMLPMemory | None = None, **options: Any) -> FastMLPState:

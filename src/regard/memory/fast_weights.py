@@ -240,9 +240,8 @@ def _of_all_processes(x: Tensor) -> Tensor:
     """Gather [1, P, ...] of W processes as [1, W P, ...], in their order; only this process's part has a gradient."""
     from torch import distributed
 
-    if not distributed.is_initialized():
-        hint = "call init_process_group() first"
-        raise ArgumentError(f"fast_weight_memory: sync='all_gather' needs torch.distributed; {hint}.")
+    needs = "sync='all_gather' needs torch.distributed; call init_process_group() first."
+    require(distributed.is_initialized(), CALL, needs)
     local = x.to(torch.uint8) if x.dtype == torch.bool else x
     parts = [torch.empty_like(local) for _ in range(distributed.get_world_size())]
     distributed.all_gather(parts, local.detach().contiguous())
@@ -371,8 +370,7 @@ def _start(
 def _fields(
     query: Tensor, value: Tensor, gate: Tensor | None, state: FastWeightState, mask: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the positions of tokens and `finite_tokens` of the inputs in float32 at least, by the store's kernels if
-    it has any."""
+    """Return positions and `finite_tokens` of the inputs, in float32 at least, by the store's kernels if it has any."""
     fields = {"query": query.to(state.keys.dtype), "value": value} | ({} if gate is None else {"gate": gate})
     wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in fields.items()}
     rounds = None if torch.compiler.is_compiling() else rounds_of(state.values)

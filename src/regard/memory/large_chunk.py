@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, choice, flag, instance, require, shape, tensor
+from ..checks import ArgumentError, choice, instance, require, shape, tensor
 from .fast_weight_mlp import NAMES, NetworkMemory, NetworkState, SwiGLU, first_fields, first_network
-from .stream import check_chunk, check_meta_grad, check_tokens, flushed
+from .stream import check_chunk, check_meta_grad, flushed
 from .token_fields import Tensors, Waiting, blend, hidden_where, marked
 
 CALL = "large_chunk_ttt"
@@ -189,7 +189,6 @@ def large_chunk_ttt(
     per chunk; in training, the weights of every chunk are kept.
     """
     memory = LargeChunkMemory.of(CALL, memory, options)
-    flag(CALL, "frozen", frozen)
     tensor(CALL, "query", query, "B", "T", "H", "D")
     lacking = memory.momentum and share is None
     require(not lacking, CALL, "this optimizer has momentum, which needs share [B, T, H]; give it, or optimizer='sgd'.")
@@ -200,7 +199,6 @@ def large_chunk_ttt(
     sizes = {"key": query.shape, "value": query.shape, "rates": (*query.shape[:3], 3), "share": query.shape[:3]}
     for name, size in sizes.items():
         tensor(CALL, name, new[name], *size, like=query, why=", with the axes of query")
-    check_tokens(CALL, query, mask, segment_ids, False)
     first = first_network(CALL, weights, query, (*query.shape[2:], query.shape[3]), 0)
     out, after = memory.run(CALL, new, first, state, (mask, segment_ids), frozen)
     return out.unflatten(-1, query.shape[2:]), after

@@ -51,9 +51,8 @@ class Step:
 
 
 def schedule(pending: Sequence[int], new: Sequence[int], chunk: int) -> list[Step]:
-    """Return the steps of one call, given for each row the numbers of waiting and of new tokens, and the chunk size. A
-    full chunk, or more if the chunk size has shrunk, is written at once. A row whose tokens are used up neither reads
-    nor writes."""
+    """Return the steps of a call, given the numbers of waiting and new tokens of each row. A full chunk, or more if the
+    chunk size has shrunk, is written at once; a row whose tokens are used up neither reads nor writes."""
     waiting, read = list(pending), [0] * len(new)
     steps = []
     while any(at < count for at, count in zip(read, new, strict=True)):
@@ -355,9 +354,8 @@ def check_chunk(call: str, chunk_size: object, least: int) -> int:
 
 def check_held(call: str, name: str, tokens: Tensor) -> None:
     """Check that `tokens` hold data, since what a memory writes depends on it."""
-    if tokens.device.type == "meta":
-        why = "where it holds no data, which a write needs"
-        raise ArgumentError(f"{call}: {name} is on the meta device, {why}. Move it with .to().")
+    none = f"{name} is on the meta device, where it holds no data, which a write needs. Move it with .to()."
+    require(tokens.device.type != "meta", call, none)
 
 
 def check_meta_grad(call: str, meta_grad: object) -> int:

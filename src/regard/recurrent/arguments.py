@@ -93,8 +93,10 @@ def key_mask(call: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
     if mask is None:
         return None
     checks.boolean_mask(call, "attn_mask", mask)
-    if mask.dim() not in (1, 2, 4):  # torch.compile cannot trace the text of a symbolic length
-        raise ArgumentError(f"{call}: attn_mask has shape {shape(mask)}, expected [B, Tk] or [B, 1, 1, Tk].")
+    # torch.compile cannot trace the text of a symbolic length
+    if mask.dim() not in (1, 2, 4) or (mask.dim() == 4 and mask.shape[1:3] != (1, 1)):
+        one = "it must be the same for all queries and heads, which share a state"
+        raise ArgumentError(f"{call}: attn_mask has shape {shape(mask)}, expected [B, Tk] or [B, 1, 1, Tk]: {one}.")
     checks.on_device(call, "attn_mask", mask, key.device)
     batch, keys = key.shape[0], key.shape[2]
     checks.broadcastable(call, "attn_mask", mask, (batch, keys) if mask.dim() <= 2 else (batch, 1, 1, keys))

@@ -62,7 +62,7 @@ def interpolated_attention(
     optional_whole(CALL, "query_offset", query_offset)
     flags(CALL, enable_gqa=enable_gqa)
     within(CALL, None, check_tensors, query, key, value, enable_gqa)
-    mask = _key_mask(attn_mask, key)
+    mask = key_mask(CALL, attn_mask, key)
     given: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "exclude_self": exclude_self}
     if segment_ids is not None:
         given["segment_ids"] = segment_ids
@@ -103,11 +103,3 @@ def require_averages(spec: Spec) -> None:
         why = "has its own linear model" if spec.degree else "has weights that do not sum to one"
         hint = "use a normalised spec of degree 0, such as softmax or biweight"
         raise ArgumentError(f"{CALL}: the spec {spec} {why}, so there is no mean of residuals; {hint}.")
-
-
-def _key_mask(mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """Return the mask as [B, Tk], after checking that it is the same for all queries."""
-    if isinstance(mask, Tensor) and (mask.dim() not in (1, 2, 4) or (mask.dim() == 4 and mask.shape[1:3] != (1, 1))):
-        many = "attn_mask must be the same for all queries and heads, since the model has one state"
-        raise ArgumentError(f"{CALL}: {many}: give [B, Tk] or [B, 1, 1, Tk].")
-    return key_mask(CALL, mask, key)

@@ -19,13 +19,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import checks
-from ..checks import ArgumentError
 from ..grammar import SolveStatus
 from ..pairwise.layout import Layout, any_layout, repeat_heads
 from ..precision import transformed
 from . import arguments
 from .arguments import FAR, Call, Form, PerKey, Tokens, begin, log_decays, per_key, read_state, row_scale, tokens
-from .decay import CHUNK, decayed, final, read, shifted
+from .decay import CHUNK, decayed, final, shifted
 from .mesa_solve import How, Systems, every_gram, solved, statistics
 from .states import LinearMap, Sizes
 
@@ -142,20 +141,13 @@ def _predict(
     if call.causal and call.strict:
         systems, q, v = _before(systems, q, v)
     v = v if systems.beta is None else v * systems.beta[..., None]
-    if not call.causal:
-        gram = final(systems.key, systems.written, systems.g, systems.gram)
-        values = final(systems.key, v, systems.g, values)
-        t = _all(gram, systems.ridge, q)
-        measured = statistics(q - (read(t, gram) + systems.ridge * t), q) if residuals else {}
-        return read(t, values), gram, values, measured
-    if call.form == "chunked" and not transformed():
+    if call.causal and call.form == "chunked" and not transformed():
         direct = "direct" if systems.g is None and systems.ridge.shape[2] == 1 else "dense"
         t, gram, measured = solved(q, systems, how if how.method == "cg" else how._replace(method=direct))
         out, values = decayed(t, systems.key, v, systems.g, values, chunk=how.chunk)
         return out[:, :, :queries], gram, values, measured
-    form = "recurrent" if call.form == "recurrent" else "parallel"
-    t, out, gram, values = _one_by_one(q, v, systems, values, form)
-    measured = statistics(q - systems.times(t, how.chunk)[0], q) if residuals else {}
+    t, out, gram, values = _plain(q, v, systems, values, call)
+    measured = statistics(q - systems.times(t, how.chunk, call.causal)[0], q) if residuals else {}
     return out[:, :, :queries], gram, values, measured
 
 
@@ -176,12 +168,14 @@ def _all(gram: Tensor, ridge: Tensor, q: Tensor) -> Tensor:
     return torch.linalg.solve_ex(whole[:, :, None] + torch.diag_embed(ridge), q)[0]
 
 
-def _one_by_one(
-    q: Tensor, v: Tensor, systems: Systems, values: Tensor, form: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Solve with a matrix for each query, all held at once or one after the other; return (t, output, H, S)."""
+def _plain(q: Tensor, v: Tensor, systems: Systems, values: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Solve with one H for all queries or one for each, all at once or one after the other: (t, output, H, S)."""
     key, written, g, gram, ridge = systems.key, systems.written, systems.g, systems.gram, systems.ridge
-    if form == "parallel":
+    form = "recurrent" if call.form == "recurrent" else "parallel"
+    if not call.causal:
+        gram = final(key, written, g, gram)
+        t = _all(gram, ridge, q)
+    elif form == "parallel":
         grams = every_gram(key, written, g, gram)
         t = torch.linalg.solve_ex(repeat_heads(grams, q.shape[1]) + torch.diag_embed(ridge), q)[0]
         gram = torch.cat([gram[:, :, None], grams[:, :, -1:]], 2)[:, :, -1].clone()  # not a view of a larger tensor
@@ -193,7 +187,7 @@ def _one_by_one(
             here = ridge if ridge.shape[2] == 1 else ridge[:, :, i : i + 1]
             solutions.append(_all(gram, here, q[:, :, i : i + 1]))
         t = torch.cat(solutions, 2)
-    out, values = decayed(t, key, v, g, values, form=form)
+    out, values = decayed(t, key, v, g, values, form=form, causal=call.causal)
     return t, out, gram, values
 
 
@@ -222,8 +216,8 @@ def _warn(measured: dict[str, Tensor], limit: float) -> None:
 
 def _how(query: Tensor, call: Call, solver: Any, tol: float | None, max_iter: int | None) -> How:
     checks.choice(CALL, "solver", solver, get_args(Solver))
-    if solver == "cg" and call.form != "chunked":
-        raise ArgumentError(f"{CALL}: form={call.form!r} solves directly; solver='cg' is for form='chunked'.")
+    direct = f"form={call.form!r} solves directly; solver='cg' is for form='chunked'."
+    checks.require(solver != "cg" or call.form == "chunked", CALL, direct)
     checks.optional_whole(CALL, "max_iter", max_iter, 1)
     finest = 1e-13 if call.dtype == torch.float64 else 1e-6
     tol = finest if tol is None else checks.number(CALL, "tol", tol, low=0.0, strict=True)

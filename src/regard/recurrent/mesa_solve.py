@@ -59,9 +59,9 @@ class Systems(NamedTuple):
         """beta k."""
         return self.key if self.beta is None else self.key * self.beta[..., None]
 
-    def times(self, t: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    def times(self, t: Tensor, chunk: int, causal: bool = True) -> tuple[Tensor, Tensor]:
         """Return (A_i t_i [B, H, T, D], H after all keys)."""
-        product, after = decayed(t, self.key, self.written, self.g, self.gram, chunk=chunk)
+        product, after = decayed(t, self.key, self.written, self.g, self.gram, chunk=chunk, causal=causal)
         return product + self.ridge * t, after
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
-from ..checks import ArgumentError, require, segments
+from ..checks import require, segments
 from ..precision import outside_graphs
 from .states import State, joined
 
@@ -113,8 +113,7 @@ def documents(call: str, segment_ids: Any, query: Tensor, key: Tensor) -> Docume
 def _documents(call: str, ids: Any, query: Tensor, key: Tensor) -> Documents:
     (batch, _, queries, _), keys = query.shape, key.shape[2]
     segments(call, ids, batch, keys, query.device)
-    if queries != keys:
-        text = f"segment_ids belong to queries and keys alike, but there are {queries} queries and {keys} keys."
-        raise ArgumentError(f"{call}: {text}")
+    text = f"segment_ids belong to queries and keys alike, but there are {queries} queries and {keys} keys."
+    require(queries == keys, call, text)
     require(not ids.is_meta, call, "segment_ids is on the meta device; the shape of the state depends on the ids.")
     return Documents(ids.to(torch.int64).expand(batch, keys))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import ArgumentError, integers, on_device, one_of, tensor
+from ...checks import integers, on_device, one_of, require, tensor
 from .activations import FunctionModule, entmax15, sparsemax
 from .root_finding import entmax_bisect, normmax_bisect, sparsemax_bisect
 
@@ -53,11 +53,9 @@ def entmax_bisect_loss(X: Tensor, target: Tensor, alpha: float | Tensor = 1.5, n
     alpha = 1 the loss is torch's cross entropy, which this function does not compute: a number raises an error, and
     rows of a tensor are NaN.
     """
-    if not isinstance(alpha, Tensor) and alpha == 1:
-        raise ArgumentError(
-            "entmax_bisect_loss: alpha is 1, where the loss is torch.nn.functional.cross_entropy; use that."
-        )
-    return _loss("entmax_bisect_loss", X, target, lambda z: entmax_bisect(z, alpha, -1, n_iter), alpha)
+    call, one = "entmax_bisect_loss", not isinstance(alpha, Tensor) and alpha == 1
+    require(not one, call, "alpha is 1, where the loss is torch.nn.functional.cross_entropy; use that.")
+    return _loss(call, X, target, lambda z: entmax_bisect(z, alpha, -1, n_iter), alpha)
 
 
 def normmax_bisect_loss(X: Tensor, target: Tensor, alpha: float | Tensor = 2, n_iter: int = 50) -> Tensor:

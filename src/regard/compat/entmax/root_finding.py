@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import ArgumentError, broadcastable, flags, floating, in_range, on_device, shape, whole, within
+from ...checks import ArgumentError, broadcastable, flags, floating, in_range, shape, tensor, whole, within
 from ...grammar.threshold import widest
 from ...public import entmax
 from .activations import FunctionModule
@@ -40,10 +40,8 @@ def entmax_bisect(
         ArgumentError: scores that are not floating-point, alpha out of range or of another shape.
     """
     call = "entmax_bisect"
-    _check(call, X, dim, n_iter)
     flags(call, ensure_sum_one=ensure_sum_one)
-    number = _number(call, "alpha", alpha, X, dim)
-    in_range(call, "alpha", alpha, low=0.0, strict=True)
+    number = _checked(call, X, dim, n_iter, "alpha", alpha, low=0.0, strict=True)
     if not isinstance(number, Tensor):
         if number < 1:
             return _heavy(X, X.new_tensor(number), dim)
@@ -64,9 +62,7 @@ def normmax_bisect(X: Tensor, alpha: float | Tensor = 2, dim: int = -1, n_iter: 
     Arguments, result and errors as in `entmax_bisect`, with alpha above 1.
     """
     call = "normmax_bisect"
-    _check(call, X, dim, n_iter)
-    number = _number(call, "alpha", alpha, X, dim)
-    in_range(call, "alpha", alpha, low=1.0, strict=True)
+    number = _checked(call, X, dim, n_iter, "alpha", alpha, low=1.0, strict=True)
     z = X.to(torch.promote_types(X.dtype, torch.float32))
     w = within(call, None, entmax, z * (number / (number - 1)), 2 - 1 / number, dim)
     some = w != 0
@@ -87,10 +83,7 @@ def budget_bisect(X: Tensor, budget: float | Tensor = 2, dim: int = -1, n_iter: 
 
     Other arguments and errors as in `entmax_bisect`.
     """
-    call = "budget_bisect"
-    _check(call, X, dim, n_iter)
-    number = _number(call, "budget", budget, X, dim)
-    in_range(call, "budget", budget, low=0.0, strict=False)
+    number = _checked("budget_bisect", X, dim, n_iter, "budget", budget, low=0.0, strict=False)
     z = X.to(torch.promote_types(X.dtype, torch.float32))
     seen = z != -torch.inf
     with torch.no_grad():
@@ -138,23 +131,21 @@ def _heavy(X: Tensor, alpha: Tensor, dim: int) -> Tensor:
     return weights(step(step(u))).to(X.dtype)
 
 
-def _check(call: str, X: Tensor, dim: int, n_iter: int) -> None:
+def _checked(call: str, X: Tensor, dim: int, n_iter: int, name: str, value: Any, *, low: float, strict: bool) -> Any:
+    """Check the arguments; return a number as a float, or a tensor with length 1 along `dim` that expands to X, in its
+    computing dtype."""
     floating(call, "X", X)
     whole(call, "n_iter", n_iter, 1)
     if isinstance(dim, bool) or not isinstance(dim, int) or not -X.dim() <= dim < X.dim():
         raise ArgumentError(f"{call}: dim is {dim!r}, but X has shape {shape(X)}.")
-
-
-def _number(call: str, name: str, value: Any, X: Tensor, dim: int) -> Any:
-    """Return a number as a float, or a tensor with length 1 along `dim` that expands to X, in its computing dtype."""
+    if isinstance(value, Tensor):
+        tensor(call, name, value, like=X, of="X")
+    in_range(call, name, value, low=low, strict=strict)
     if not isinstance(value, Tensor):
-        in_range(call, name, value, strict=False)
         return float(value)
-    floating(call, name, value)
     rows = [*X.shape]
     rows[dim] = 1
     broadcastable(call, name, value, tuple(rows))
-    on_device(call, name, value, X.device, "X")
     return value.to(torch.promote_types(X.dtype, torch.float32)).expand(rows)
 
 

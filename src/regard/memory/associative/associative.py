@@ -16,7 +16,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ...checks import ArgumentError, choice, flags, instance, mapping, number, optional_whole, shown, whole, within
+from ... import checks
+from ...checks import ArgumentError, choice, flags, mapping, number, require, shown, whole, within
 from ...grammar import Spec, as_spec
 from ...pairwise.attention import attention
 from ...pairwise.diagnostics import Diagnostics
@@ -116,16 +117,15 @@ class AssociativeMemory(nn.Module):
         self.combine = choice(CALL, "combine", combine, get_args(Combine))
         if self.store == "sums":
             require_finite_features(self.spec, self.trend, CALL)
-            if capacity is not None:
-                raise ArgumentError(f"{CALL}: sums do not store which pair is the oldest; leave capacity out.")
-        self.capacity = optional_whole(CALL, "capacity", capacity, 1)
+            require(capacity is None, CALL, "sums do not store which pair is the oldest; leave capacity out.")
+        self.capacity = checks.optional_whole(CALL, "capacity", capacity, 1)
         self._sizes: tuple[int, int] | None = None  # D and Dv, once known
         self._short: Pairs | Sums | None = None
         self._own_values = False  # whether values were written that are not the keys
         flags(CALL, tied=tied)
         whole(CALL, "heads", heads, 1)
         if generator is not None:
-            instance(CALL, "generator", generator, torch.Generator, "a torch.Generator or None")
+            checks.instance(CALL, "generator", generator, torch.Generator, "a torch.Generator or None")
         whole(CALL, "slots", slots, 0)
         if dim is not None:
             value_dim = dim if value_dim is None else value_dim
@@ -333,8 +333,8 @@ class AssociativeMemory(nn.Module):
             given = f"keys have {query.shape[3]} channels and values {width}"
             hint = f"use steps=1{' and no trajectory' * return_trajectory}"
             raise ArgumentError(f"{call}: {given}, so the result cannot be the next query; {hint}.")
-        if return_diagnostics and self.store == "sums":
-            raise ArgumentError(f"{call}: sums hold no weights to diagnose; use store='pairs'.")
+        diagnosable = self.store == "pairs" or not return_diagnostics
+        require(diagnosable, call, "sums hold no weights to diagnose; use store='pairs'.")
         numbers = (self.scale if scale is None else scale, self.params if params is None else params)
         path: list[Tensor] = [query]
         diagnostics: tuple[Diagnostics, ...] = ()
@@ -369,8 +369,7 @@ class AssociativeMemory(nn.Module):
         """
         call = f"{CALL}.energy"
         known = require_energy(self.spec, call)
-        if self.store == "sums":
-            raise ArgumentError(f"{call}: the energy needs the pairs; use store='pairs'.")
+        require(self.store == "pairs", call, "the energy needs the pairs; use store='pairs'.")
         if not self.autoassociative:
             hint = f"write(keys) without values{', slots with tied=True' if self.slot_keys is not None else ''}"
             raise ArgumentError(f"{call}: there is an energy only if the values are the keys; {hint}.")

@@ -18,6 +18,7 @@ from ...checks import ArgumentError, within
 from ...grammar import Spec, presets_registry
 from ...recurrent.linear import finite_features, linear_attention
 from ...recurrent.trends import as_trend, trends
+from ..token_fields import hidden_where
 
 
 @dataclass(frozen=True)
@@ -164,11 +165,7 @@ class Sums:
         left = {name: getattr(held, name) - getattr(lost, name) for name in ("values", "keys", "tokens")}
         state = replace(held, **left, squares=squares)
         none = state.keys[..., -1] == 0  # where only masked pairs are left: rounding errors, whose quotient is not zero
-
-        def cleared(x: Tensor) -> Tensor:
-            return torch.where(none.view(*none.shape, *[1] * (x.dim() - 2)), 0, x) if x.is_floating_point() else x
-
-        return replace(self, state=state.map(cleared))
+        return replace(self, state=state.map(lambda x: hidden_where(none, x) if x.is_floating_point() else x))
 
     def read(self, query: Tensor, scale: float | Tensor | None, params: Mapping[str, float | Tensor]) -> Tensor:
         """Return the values [B, H, Tq, Dv] for queries [B, H, Tq, D] (equations 17 to 22)."""

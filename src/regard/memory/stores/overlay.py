@@ -113,9 +113,7 @@ class OverlayValues:
         if rows is None:
             return replace(self, token=None, reach=self._cut(self.reach.hold))._tidied()
         rows, known = rows.to(self.where.device), self.reach
-        every = self._cut(known.hold).since
-        assert every is not None
-        since = torch.where(rows, every, 0 if known.since is None else known.since)
+        since = torch.where(rows, self.pool.writes, 0 if known.since is None else known.since).int()
         attached = None if known.attached is None else known.attached & ~rows
         return replace(self, reach=Reach(since, attached, known.hold))
 
@@ -217,17 +215,15 @@ class OverlayValues:
 
     def _cut(self, hold: Hold | None) -> Reach:
         """Return a reach without any write so far."""
-        since = torch.full((self.memories,), self.pool.writes, dtype=torch.int32, device=self.where.device)
-        return Reach(since, None, hold)
+        return Reach(self.where.new_full((self.memories,), self.pool.writes), None, hold)
 
     def _tidied(self) -> OverlayValues:
         """Free unused rows if they are many, and make full tables of memories that are mostly written."""
         if self.reach.hold is None:
             return self
-        held = self.reach.hold.total
         live = (self.where != BASE).sum(1)
         crowded = (self.written() > self.slots // 2) & (live < self.slots)
-        return self._packed() if held > 2 * int(live.sum()) or bool(crowded.any()) else self
+        return self._packed() if self.reach.hold.total > 2 * int(live.sum()) or bool(crowded.any()) else self
 
     def _packed(self) -> OverlayValues:
         """Return the store with its own pool of only the rows in use, without gradients."""

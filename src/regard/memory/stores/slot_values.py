@@ -134,8 +134,7 @@ def preferred(base: Tensor, *others: Any) -> str:
 @slot_values.register("reference", "dense")
 @dataclass(frozen=True)
 class DenseValues:
-    """Whole tables and autograd. Every other store is tested against this one. A write makes two tensors of the tables'
-    size."""
+    """Whole tables and autograd, which every other store is tested against. A write makes two tensors of their size."""
 
     values: Tensor  # [M, N, Dv]
     base: Tensor  # [N, Dv]
