@@ -1,5 +1,4 @@
-"""Import every recipe, which registers itself: each module in a folder of `regard_recipes`, except `lib`, `demo` and
-modules whose name starts with `_`."""
+"""Import every recipe, which registers itself: each module of a folder but `lib` and `demo` without a leading `_`."""
 
 from importlib import import_module
 from pkgutil import iter_modules

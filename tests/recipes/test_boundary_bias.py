@@ -67,8 +67,7 @@ def test_estimators_are_the_textbooks(dim: int) -> None:
     for degree in (0, 1):
         for h in (0.25, 0.5):
             wanted = fitted(x.numpy(), y.numpy(), at.numpy(), h, degree)
-            found = recipe.local(x, y, at, h, degree).numpy()
-            assert np.abs(found - wanted).max() < 1e-6, (degree, h)
+            assert np.abs(recipe.local(x, y, at, h, degree).numpy() - wanted).max() < 1e-6, (degree, h)
     affine = np.concatenate([np.ones((200, 1)), x.numpy()], 1)
     line = np.linalg.solve(affine.T @ affine, affine.T @ y.numpy())
     wanted = np.concatenate([np.ones((len(at), 1)), at.numpy()], 1) @ line

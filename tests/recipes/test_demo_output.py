@@ -6,8 +6,8 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from mistakes import refuses
 
-from regard.checks import ArgumentError
 from regard_recipes.demo import demo_output
 from regard_recipes.demo.demo_output import begin, check_out, folder_name, table
 
@@ -33,19 +33,16 @@ def test_what_is_not_a_demo_is_left_alone(tmp_path: Path, content: str | None) -
     file.write_text("years of work")
     if content is not None:
         (out / "results.json").write_text(content)
-    for folder, words in (
-        (out, "is not empty .*nothing was deleted"), (file, "is a file"), (file / "below", "cannot be written")
-    ):  # fmt: skip
-        with pytest.raises(ArgumentError, match=f"demo: --out .* {words}"):
-            check_out(folder, "demo")
+    refuses("demo: --out .* is not empty .*nothing was deleted", check_out, out, "demo")
+    refuses("demo: --out .* is a file", check_out, file, "demo")
+    refuses("demo: --out .* cannot be written", check_out, file / "below", "demo")
     assert file.read_text() == "years of work"
 
 
 def test_a_disk_that_is_nearly_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 5 * 2**20))
-    with pytest.raises(ArgumentError, match=r"demo: the disk of --out .* has 5 MiB free; 64 are needed"):
-        check_out(tmp_path / "out", "demo")
+    refuses("demo: the disk of --out .* has 5 MiB free; 64 are needed", check_out, tmp_path / "out", "demo")
 
 
 def test_begin_removes_the_earlier_demo_and_nothing_else(tmp_path: Path) -> None:
@@ -70,8 +67,7 @@ def test_a_folder_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(ArgumentError, match=r"demo: cannot write to --out .*: Permission denied"):
-        begin(tmp_path / "out", "text", "demo")
+    refuses("demo: cannot write to --out .*: Permission denied", begin, tmp_path / "out", "text", "demo")
 
 
 def test_folder_names() -> None:

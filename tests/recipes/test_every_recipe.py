@@ -10,11 +10,11 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from mistakes import refuses
 from tiny_runs import SHORTER, TINY, make, tiny, without_drawing
 
 import regard
 import regard_recipes
-from regard.checks import ArgumentError
 from regard.cli import main
 from regard.recipes import recipes
 from regard_recipes.lib.recipe import Recipe, check_shared
@@ -81,14 +81,12 @@ def test_numbers_out_of_range_and_unknown_names_are_refused(name: str) -> None:
     wrong += [(field, "no-such-name") for field in kind.declared("choices")]
     for field, value in wrong:
         several = isinstance(getattr(kind(), field), tuple)
-        with pytest.raises(ArgumentError, match=field.replace("_", "-")):
-            check_shared(kind.configure(**{field: (value,) if several else value}))
+        refuses(field.replace("_", "-"), check_shared, kind.configure(**{field: (value,) if several else value}))
         if several:
-            with pytest.raises(ArgumentError, match="names no"):
-                check_shared(kind.configure(**{field: ()}))
+            refuses("names no", check_shared, kind.configure(**{field: ()}))
     if issubclass(kind, TrainedRecipe):
-        with pytest.raises(ArgumentError, match=f"reproduce: {name}: --models.*'none of them'"):
-            check_shared(kind.configure(models=("none of them",)))
+        unknown = f"reproduce: {name}: --models.*'none of them'"
+        refuses(unknown, check_shared, kind.configure(models=("none of them",)))
 
 
 def test_recipes_train_with_the_trainers_of_regard() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import refuses
 
-from regard.checks import ArgumentError
 from regard_recipes.demo.demo_train import first_paragraph, without_last_word
 from regard_recipes.lib import language_text
 from regard_recipes.lib.language_text import join_topics, python_manual, read_text
@@ -40,8 +40,7 @@ def test_the_manual_is_english_and_the_same_again() -> None:
 
 def test_without_the_manual_the_message_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(ArgumentError, match=r"demo: .*pydoc_data.topics.*--data FILE"):
-        characters(None, context=16)
+    refuses("demo: .*pydoc_data.topics.*--data FILE", characters, None, context=16)
 
 
 def test_a_text_is_split_and_encoded(tmp_path: Path) -> None:
@@ -61,10 +60,8 @@ def test_a_text_is_split_and_encoded(tmp_path: Path) -> None:
     assert "".join(text.words(torch.cat((text.choice_tokens, text.held_out_tokens)))) == content[-10_000:]
     assert len(read(context=16, choice=10**6).choice_tokens) == 10_000 // 3
     for context, choice in ((20_000, 0), (33, 32)):
-        with pytest.raises(ArgumentError, match=f"each part must have at least a context of {context}"):
-            read(context=context, choice=choice)
-    with pytest.raises(ArgumentError, match="does not exist"):
-        read_text(tmp_path / "none", "byte", context=16, measured=64, call="test")
+        refuses(f"each part must have at least a context of {context}", read, context=context, choice=choice)
+    refuses("does not exist", read_text, tmp_path / "none", "byte", context=16, measured=64, call="test")
 
 
 def test_a_long_text_is_cut_and_says_so(story: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +101,4 @@ def test_texts_that_are_refused(tmp_path: Path, content: bytes | None, message: 
     path = tmp_path / "text.txt"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ArgumentError, match=f"demo: .*{message}") as caught:
-        characters(path, context=16)
-    assert "\n" not in str(caught.value)
+    refuses(f"demo: .*{message}", characters, path, context=16)

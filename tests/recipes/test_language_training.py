@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from mistakes import refuses
 
-from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
 from regard.training.task import TaskBudget
 from regard_recipes.kernels.kernel_selection import KernelSelection
@@ -204,8 +204,7 @@ def test_what_a_model_leaves_out_of_its_loss_is_left_out(text: runs.Corpus) -> N
 
 
 def test_what_no_model_is_made_from(text: runs.Corpus) -> None:
-    with pytest.raises(ArgumentError, match="got int, expected the configuration of a model: HybridConfig"):
-        runs.train_language_model(3, text, BUDGET, RATE, 0)
+    wrong = "got int, expected the configuration of a model: HybridConfig"
+    refuses(wrong, runs.train_language_model, 3, text, BUDGET, RATE, 0)
     short = runs.Corpus(text.train_tokens[:5], text.held_out_tokens)
-    with pytest.raises(ArgumentError, match="the text has 5 tokens to train on"):
-        runs.train_language_model(config(), short, BUDGET, RATE, 0)
+    refuses("the text has 5 tokens to train on", runs.train_language_model, config(), short, BUDGET, RATE, 0)

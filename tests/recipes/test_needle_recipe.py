@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import refuses
 from tiny_runs import checked
 
-from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
 from regard_recipes.long_text.needle_reading import answer_rows
 from regard_recipes.long_text.needle_text import NeedleText, needle_text
@@ -34,8 +34,7 @@ def test_words_are_tokens(data: Path) -> None:
     made = text(data, digits=4, most=6)
     assert made.decode(made.encode("number K3f 0742 . and")) == "number K3f 0742 . and"
     assert len(made.encode("0742")) == 2
-    known = {word for word, _ in Counter(TEXT.split()).most_common(3)}
-    assert known <= set(made.words.words)
+    assert {word for word, _ in Counter(TEXT.split()).most_common(3)} <= set(made.words.words)
     assert len(made.words) == len(set(made.words.words)) == made.vocabulary
     assert len(made.text) == 200 * len(TEXT.split())
     for length in (40, 200):
@@ -75,8 +74,7 @@ def test_examples_ask_for_needles_of_the_haystack(data: Path, digits: int) -> No
         assert example.asked.nonzero()[:, 0].tolist() == wanted
     assert counts == {1, 2, 3, 4, 5}
     assert again > 10  # what was asked before may be asked again
-    trivial = made.scores(made.trivial(example), example)
-    assert trivial["accuracy"] <= 0.5
+    assert made.scores(made.trivial(example), example)["accuracy"] <= 0.5
 
 
 @pytest.mark.parametrize("digits", [2, 4])
@@ -97,11 +95,9 @@ def test_a_share_of_the_training_examples_are_pairs(data: Path, digits: int) -> 
 
 
 def test_bad_texts_are_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="--digits is 3, expected an even number"):
-        text(data, digits=3)
+    refuses("--digits is 3, expected an even number", text, data, digits=3)
     (tmp_path / "short.txt").write_text(TEXT)
-    with pytest.raises(ArgumentError, match="the text has 17 words, expected at least 1,000"):
-        text(tmp_path / "short.txt")
+    refuses("the text has 17 words, expected at least 1,000", text, tmp_path / "short.txt")
 
 
 def test_answers_are_counted(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ import random
 from collections import Counter
 
 import pytest
+from mistakes import refuses
 
-from regard.checks import ArgumentError
 from regard_recipes.demo.ngram import NGram, discounts
 
 # a b a b a c over {a, b, c, d}
@@ -48,8 +48,7 @@ def test_loss_by_hand() -> None:
 
 def test_discounts_by_hand() -> None:
     """n_1 .. n_4 = 10, 5, 4, 2: Y = 10/20; D_1 = 1 - 2 Y 5/10, D_2 = 2 - 3 Y 4/5, D_3 = 3 - 4 Y 2/4."""
-    counts = Counter({1: 10, 2: 5, 3: 4, 4: 2, 9: 7})
-    assert discounts(counts) == pytest.approx((0, 0.5, 0.8, 2.0))
+    assert discounts(Counter({1: 10, 2: 5, 3: 4, 4: 2, 9: 7})) == pytest.approx((0, 0.5, 0.8, 2.0))
 
 
 def test_discounts_stay_between_a_little_and_the_count() -> None:
@@ -100,7 +99,5 @@ def test_a_context_counts_no_more_than_the_order_allows() -> None:
     ("tokens", "vocabulary", "order"), [((0, 1), 2, 3), ((0, 1), 2, 0), ((), 2, 1), ((0, 5), 5, 1), ((-1, 0), 5, 1)]
 )
 def test_what_cannot_be_counted(tokens: tuple[int, ...], vocabulary: int, order: int) -> None:
-    with pytest.raises(ArgumentError, match="NGram"):
-        NGram(tokens, vocabulary, order)
-    with pytest.raises(ArgumentError, match="at least 2"):
-        NGram(TINY, 4, 2).loss([0])
+    refuses("NGram", NGram, tokens, vocabulary, order)
+    refuses("at least 2", NGram(TINY, 4, 2).loss, [0])

@@ -65,8 +65,7 @@ class Squares(Recipe):
         return {"Squares": pivot(results.select(kind="run"), ["value"], {"square": spread("square", 2)})}
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        looks = results.select(kind="look")
-        return {"loss": lines({"all": looks}, "step", {"loss": "loss"}, "value")}
+        return {"loss": lines({"all": results.select(kind="look")}, "step", {"loss": "loss"}, "value")}
 
     def notes(self, results: Results) -> list[str]:
         return [f"Offset {results.facts['offset']}."]
@@ -204,8 +203,7 @@ def test_sizes_give_way_to_flags(squares: type[Squares], tmp_path: Path) -> None
     assert (config["size"], config["seeds"], config["values"]) == ("quick", 3, [1, 2])
     assert reproduce("--size", "paper") == 2
     assert reproduce("--size", "paper", "--quick") == 2
-    with pytest.raises(ArgumentError, match="expected small or quick"):
-        squares.configure("paper")
+    refuses("expected small or quick", squares.configure, "paper")
 
 
 def test_a_killed_run_goes_on(

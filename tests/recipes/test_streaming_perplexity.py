@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import refuses
 from tiny_runs import checked
 
-from regard.checks import ArgumentError
 from regard.models import HybridForCausalLM, count_fast_weights, count_parameters, memory_modules
 from regard_recipes.fwpkm.fwpkm_cost import TABLE_2
 from regard_recipes.fwpkm.layouts import LACT, MEMORIES, PAPER_VOCABULARY, Row, depths_of, row_config
@@ -67,8 +67,7 @@ def test_models_of_the_rows(row: Row) -> None:
     assert ("FastWeightMLP" in names) == (row.memory == "FwMLP")
     assert ("GatedDeltaNet" in names) == row.layout.startswith("GDN")
     assert config.training_window == (24 if "pSWA" in row.layout else None)
-    windows = config.layer_windows()
-    assert windows == ([None] * 3 + [24] if row.layout == "GDN+SWA" else [None] * 4)
+    assert config.layer_windows() == ([None] * 3 + [24] if row.layout == "GDN+SWA" else [None] * 4)
 
 
 def test_the_size_of_the_paper() -> None:
@@ -93,10 +92,8 @@ def test_models_of_the_papers_size_have_the_papers_parameters(layout: str) -> No
 
 
 def test_bad_models_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="--rule names 'papper', which is unknown"):
-        made(rule="papper")
-    with pytest.raises(ArgumentError, match="--layers is 2, expected at least 4"):
-        made(models=("GDN", "GDN+FA"))
+    refuses("--rule names 'papper', which is unknown", made, rule="papper")
+    refuses("--layers is 2, expected at least 4", made, models=("GDN", "GDN+FA"))
 
 
 def model(name: str) -> Any:
@@ -144,5 +141,4 @@ def test_rows_are_means_of_what_was_read() -> None:
 def test_models_without_memories_decide_nothing() -> None:
     own, found = load(type(made()), Path(__file__).parents[2] / "docs" / "results")
     few = replace(own, models=("GDN", "FA"))
-    frame = found.select(model=list(few.models)).drop(columns=["counts"])
-    assert few.claims(replace(found, frame=frame)) == []
+    assert few.claims(replace(found, frame=found.select(model=list(few.models)).drop(columns=["counts"]))) == []

@@ -95,8 +95,7 @@ def rehearse(plans: Sequence[TrainConfig], text: LanguageText, call: str) -> Non
 
 
 def count(text: LanguageText, order: int) -> dict[str, Any]:
-    """Return the n-gram model of the training text, measured on the held-out text; seconds and tokens per second are of
-    counting."""
+    """Return the n-gram model of the training text, measured on the held-out text; times are those of counting."""
     start = time.perf_counter()
     model = NGram(text.train_tokens.tolist(), len(text.tokenizer), order)
     seconds = time.perf_counter() - start
@@ -107,9 +106,8 @@ def count(text: LanguageText, order: int) -> dict[str, Any]:
 
 
 def train_one(settings: TrainConfig, text: LanguageText, call: str) -> dict[str, Any]:
-    """Train a model and return its results: `train_seconds` is the elapsed time of training steps, `cpu_seconds` the
-    CPU time of the whole call; "maps" and "kernels" are None where the model has no weights to show. If the training
-    stopped, return the reason as "failure"."""
+    """Train a model and return its results, or why it stopped as "failure": `train_seconds` is the elapsed time of
+    steps, `cpu_seconds` the CPU time of the call; "maps" and "kernels" are None where there are no weights to show."""
     name, clock, cpu = settings.spec[0], Clock(), time.process_time()
     names = {"spec": name, "run": f"{RUNS}/{settings.out.name}"}
     try:

@@ -88,9 +88,8 @@ class FastWeightRecall(Recipe, name="fast-weight-recall"):
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         """Yield rows of the kinds "run" (the model, its seconds, and shares of retrieved slots that hold the right
-        value), "loss" (nats, means of eighths of the training; none if it diverged), "recall" (share of right values)
-        and "once" (the same of a document that is read once); of clustered queries "clustered" (share of slots in
-        use)."""
+        value), "loss" (nats, means of eighths of the training; none if it diverged), "recall" (share of right values),
+        "once" (the same of a document read once), and of clustered queries "clustered" (share of slots in use)."""
         from regard.models.hybrid.memories import chunk_size
         from regard.training.task import TaskBudget, train_on_task
         from regard.training.task.training import LossNotFinite

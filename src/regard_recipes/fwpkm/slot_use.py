@@ -92,8 +92,7 @@ class SlotUse(TextRecipe, name="slot-use"):
 @torch.no_grad()
 def slots_read(model: Any, tokens: Tensor, batch: int) -> dict[str, float]:
     """Return how evenly a model reads the slots of its product-key memory on windows [W, T]: coverage (share of slots
-    that are read), even (the share that random reads would reach), kl (divergence of the reads from even use, in nats)
-    and reads (of a slot, the mean)."""
+    that are read), even (that share for random reads), kl (nats from even use) and reads (of a slot, the mean)."""
     memory = next(module for module in model.modules() if isinstance(module, ProductKeyMemory))
     counts = torch.zeros(memory.values.shape[0], dtype=torch.long)
 

@@ -37,8 +37,7 @@ def block_stream(length: int, seed: int) -> Tensor:
 
 
 def measure_blocks(model: Any, seed: int) -> Row:
-    """Return induction scores on repeated blocks before and after training, as rows of heads, and a prompt. `seed` is
-    that of the training."""
+    """Return induction scores on repeated blocks before and after the training with `seed`, by head, and a prompt."""
     vocabulary, period = BLOCKS["vocabulary"], BLOCKS["period"]
     generator = torch.Generator().manual_seed(seed + 1)
     tokens = mechanisms.repeated_blocks(vocabulary, period, BLOCKS["length"], BLOCKS["texts"], generator)
@@ -91,8 +90,7 @@ def measure_text(
 
 
 def head_rows(model: Any, windows: Tensor, from_row: int) -> list[Row]:
-    """Return for every head its sink, its evenness, and its weight on earlier occurrences of the token that the model
-    predicts and of the token that follows."""
+    """Return every head's sink, evenness, and weight on earlier occurrences of the predicted and following token."""
     logits, layers = mechanisms.patterns(model, windows)
     rows = []
     for layer in layers:
@@ -146,8 +144,7 @@ def choose_prompts(tokens: Tensor, length: int, count: int) -> list[list[int]]:
 def measure_prompt(model: Any, prompt: Sequence[int], words: Sequence[str]) -> Row:
     """Return a row with the prediction after T tokens, and the weights of the middle layer of every stream, the mean of
     its heads. Of an ICLM also what context tokens (`parts`, T x L), feed-forward layers and bias add to the predicted
-    token's logit, what its own earlier occurrences add (`same`, None without any), and by how much the parts miss the
-    logit."""
+    token's logit, by how much they miss it, and what its own earlier occurrences add (`same`, None without any)."""
     tokens = torch.tensor([list(prompt)], device=model.device)
     logits, layers = mechanisms.patterns(model, tokens)
     chance = logits[0, -1].double().softmax(-1)

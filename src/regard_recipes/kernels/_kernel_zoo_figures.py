@@ -51,8 +51,7 @@ def kernels(shapes: Sequence[Any]) -> bytes:
 
 
 def planes(products: Sequence[Any], weights: Callable[..., Any]) -> bytes:
-    """Draw the weight of the first of the scores [0, u1, u2] over the plane, with the edges of the support; `weights`
-    is `kernel_zoo.plane`."""
+    """Draw the weight of the first of [0, u1, u2] over the plane, and its support; `weights` is `kernel_zoo.plane`."""
 
     def draw(axes: Axes, row: Any) -> None:
         edge, weight = row.edge, numbers(row.plane)

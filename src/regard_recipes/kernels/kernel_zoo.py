@@ -36,8 +36,7 @@ def with_slope(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor,
 
 
 def drawn_scores(kernel: Any, config: "KernelZoo") -> tuple[float, float]:
-    """Return what a score of 1 is drawn as, so that a kernel with a limit reaches it at the edge, and what all scores
-    must be less than."""
+    """Return what a score of 1 is drawn as (a kernel with a limit reaches it at the edge) and a bound of all scores."""
     return getattr(kernel, "limit", config.reach) / config.reach, getattr(kernel, "below", math.inf)
 
 

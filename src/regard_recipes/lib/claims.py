@@ -92,8 +92,7 @@ def mean_intervals(frame: Frame, by: Sequence[str], value: str) -> dict[str, Est
 
 
 def log_slope(frame: Frame, x: str, y: str) -> Estimate:
-    """Return the slope of log mean `y` against log `x`, with the standard errors of the means over seeds carried
-    through."""
+    """Return the slope of log mean `y` against log `x`; standard errors of the means over seeds are carried through."""
     groups = frame.groupby(x)[y]
     means, errors, counts = groups.mean(), groups.sem().fillna(0.0), groups.count()
     log_x = np.log(means.index.to_numpy(float))

@@ -1,5 +1,4 @@
-"""Tables and figures from frames: a row of text for each group of rows; lines over a column, dots for each seed, and
-coloured cells as PNG."""
+"""Tables and figures from frames: a row of text for each group of rows; lines, dots for each seed, coloured cells."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -73,9 +72,8 @@ def interval(column: str, digits: int = 3) -> ToText:
 
 
 def gap(column: str, base: Frame, digits: int = 3, ratio: bool = False, same: Sequence[str] = ()) -> ToText:
-    """Return a function that shows the mean less that of `base`, paired by seed, ± half the 95 % interval; with `ratio`
-    divided by it. Rows are compared to those of `base` with the same values in the columns `same`. Nothing for the
-    rows of the base itself."""
+    """Return a function that shows the mean less that of `base` (with `ratio` over it), paired by seed, ± half the 95 %
+    interval; nothing for rows of `base`. It is taken where it has the same values in the columns `same`."""
 
     def show(rows: Frame) -> str:
         other = select(base, **{name: rows[name].iloc[0] for name in same})
@@ -103,8 +101,7 @@ def _columns_in(form: str) -> list[str]:
 
 
 def stat(column: str, how: str, form: str = "{:.3g}", scale: float = 1.0) -> ToText:
-    """Return a function that shows a statistic times `scale`; `how` is "mean", "median", "min", "max" or "sum". A dash
-    where it is not a number."""
+    """Return a function that shows a "mean", "median", "min", "max" or "sum" times `scale`; a dash if not a number."""
 
     def show(rows: Frame) -> str:
         number = float(getattr(rows[column].astype(float), how)()) * scale

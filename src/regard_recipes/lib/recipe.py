@@ -146,8 +146,7 @@ class Recipe(ABC):
         return resolve_device(self.device, call=self.call())
 
     def check(self) -> None:  # noqa: B027
-        """Raise an ArgumentError where an option is out of range, before anything is computed or written. The start
-        of its message may be left out."""
+        """Raise an ArgumentError where an option is wrong, before anything is computed; `call()` may be left out."""
 
     def prepare(self) -> Mapping[str, Any]:
         """Load what all cells share into attributes. Called once, in the main process.

@@ -47,8 +47,7 @@ class Journal:
 
     @classmethod
     def open(cls, made: Recipe, argv: Sequence[str]) -> "Journal":
-        """Return the journal of a new run, or of the one in the folder if the run only has to be continued or has fewer
-        of what is `GROWING`."""
+        """Return the journal of a new run, or that in the folder: to continue, or with fewer of what is `GROWING`."""
         out = made.out or Path(f"{made.name}-out")
         check_out(out, made.call())
         path = out / f"{made.name}.jsonl"
@@ -215,8 +214,7 @@ def plain(value: Any) -> Any:
 
 
 def _grows(old: Any, new: Any) -> bool:
-    """Return whether an option is a larger number (any, if an earlier version had no such option), or has all former
-    names and more."""
+    """Return whether an option is a larger number, or any where an earlier version had none, or has more names."""
     if isinstance(new, int):
         return old is None or bool(new > old)
     return bool(old) and set(old) < set(new)
@@ -227,8 +225,7 @@ def _key(cell: Cell, seed: int) -> str:
 
 
 def check_out(out: Path, call: str, made_by: str = MADE_BY) -> Path:
-    """Check that a command may write to `out`, without changing anything; return the nearest folder that exists, `out`
-    itself or one above it."""
+    """Check that a command may write to `out`, without changing anything; return `out` or what exists above it."""
     require(out.is_dir() or not out.exists(), call, f"--out {out} is a file; give a folder.")
     home = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     usable = home.is_dir() and os.access(home, os.W_OK | os.X_OK)

@@ -1,5 +1,4 @@
-"""Run a recipe: its cells side by side, each in a fresh process with one thread, so that the time and peak memory of a
-cell do not depend on the others."""
+"""Run a recipe: cells side by side, each in a fresh process with one thread, whose time and memory are its own."""
 
 import multiprocessing
 import signal

@@ -105,8 +105,7 @@ class TextRecipe(TrainedRecipe, TextOptions):
         return -runs["held_out"].astype(float).fillna(math.inf)
 
     def unlearned(self, results: Results) -> str:
-        """Return why models cannot be compared: none predicts the validation text better than the frequencies of its
-        tokens do; else an empty text."""
+        """Return why models cannot be compared: none beats the frequencies of tokens on validation text; else ""."""
         least, floor = float(self.chosen(results)["held_out"].astype(float).min()), results.facts["floor"]
         reason = f"no model learned the text: {least:.2f} nats per token, {floor:.2f} without context"
         return "" if least < floor else reason

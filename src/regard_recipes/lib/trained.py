@@ -37,8 +37,7 @@ class Sizes:
 
 
 class LanguageOptions(Recipe):
-    """Options of recipes that train language models. Warm-up, cosine, weight decay and clipping are those of
-    `regard.training.task.TaskBudget` by default."""
+    """Options of recipes that train language models, whose schedule, decay and clipping are `TaskBudget`'s defaults."""
 
     context: int = 64  # Tokens of a training window.
     batch: int = 16  # Windows of a step.
@@ -166,8 +165,7 @@ def estimate(made: Recipe) -> Any:
 
 
 def used(model: Any) -> int:
-    """Return the number of parameters that multiply every token: without embeddings that are only read, and without the
-    slots of product-key memories."""
+    """Return the number of parameters that multiply every token: all but embeddings that are only read, and slots."""
     multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     read = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - multiplied
     memories = (ProductKeyMemory, FastWeightProductKeyMemory)

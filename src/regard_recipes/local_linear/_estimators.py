@@ -36,8 +36,7 @@ Form = Callable[[Tensor, Tensor, Tensor, Setting], Tensor]
 
 
 class Method(NamedTuple):
-    """An estimator: its name, (examples with a batch axis, setting) -> predictions [B, L, d], and whether scale and
-    ridge matter to it."""
+    """An estimator: (batch of examples, setting) -> predictions [B, L, d], and whether scale and ridge matter."""
 
     name: str
     predict: Callable[[ConeExamples, Setting], Tensor]
@@ -55,8 +54,7 @@ def kernel(name: str) -> Spec:
 
 def methods(specs: Sequence[str], residuals: Sequence[str], tol: float, seed: int) -> list[Method]:
     """Return every estimator: kernels (`specs`) as local constants and as local linear models solved to `tol`, linear
-    states, kernels on the residuals of a state of `STATES` ("KERNEL+STATE", equation 9), and two that look at nothing,
-    of which one draws with `seed`."""
+    states, kernels on `residuals` of `STATES` ("KERNEL+STATE", equation 9), zero, and random vectors (`seed`)."""
     constants = [kernel(name) for name in specs]
     made: list[Any] = [(name, smoother(spec), spec.takes_scale) for name, spec in zip(specs, constants, strict=True)]
     for model in map(local_linear, constants):
@@ -81,8 +79,7 @@ def predict(form: Form, examples: ConeExamples, setting: Setting) -> Tensor:
 
 
 def smoother(spec: Spec, state: Form | None = None) -> Form:
-    """Return attention; with a state the local constant of its residuals v_j - W_i k_j, and W_i q_i on top (equation
-    9)."""
+    """Return attention; with a state that of its residuals v_j - W_i k_j, and W_i q_i on top (equation 9)."""
 
     def form(q: Tensor, k: Tensor, v: Tensor, setting: Setting) -> Tensor:
         scale = spec.similarity.default_scale(k.shape[-1]) * setting.scale if spec.takes_scale else None

@@ -126,8 +126,7 @@ def answer_rows(
     model: Any, text: NeedleText, length: int, needles: int, count: int, seed: int, *, protocol: str = "flushed",
     reads: int = 4, kept: int = 0, recurrent: bool = False,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yield a row with the scores after each number of reads. `kept` examples of a stream are read without a reset in
-    between; 0: there is a reset before each."""
+    """Yield a row of scores after each number of reads. `kept` examples of a stream are read without a reset."""
     together = count // kept * kept if kept else max(1, min(count, AT_ONCE // length))
     task = text.haystacks(length, needles)
     scores: list[list[NeedleScore]] = [[] for _ in range(reads)]

@@ -131,9 +131,8 @@ def mentions(text: RecurringNames, tokens: Tensor, segment: int) -> dict[str, Te
 def read_names(
     model: Any, text: RecurringNames, segment: int, rules: Iterable[str], *, count: int, seed: int, rows: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """Read `count` documents of the test split by `RULES` and yield rows: the loss of each document, all in all and of
-    each kind of mention, the loss of each segment, and, by the paper's rule, the gates and the use of slots of each
-    memory layer."""
+    """Read `count` documents of the test split by `RULES` and yield rows: the losses of each document, in all and of
+    each kind of mention, those of segments, and, by the paper's rule, gates and use of slots of each memory layer."""
     documents = [example.tokens for example in text.examples(seed, range(count), "test")]
     masks = [mentions(text, document, segment) for document in documents]
     joined = {part: torch.cat([mask[part] for mask in masks]) for part in masks[0]}

@@ -159,8 +159,7 @@ class StreamingPerplexity(NamesRecipe, name="streaming-perplexity"):
 
 
 def rule_of(row: Row, protocol: str) -> str:
-    """Return the rule by which the paper reads a model ("paper"), or the one that carries every state of fixed size
-    through a document and none further ("fair")."""
+    """Return the rule by which the paper reads a model, or by "fair" the one that carries states through a document."""
     if protocol == "fair" and row.layout.startswith(("GDN", "LaCT")):
         return "carried"
     if not row.remembers:
