@@ -2,15 +2,13 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_runs import stored
 
-from regard.recipes import recipes
 from regard_recipes.fwpkm.fwpkm_ablation import DOT
 from regard_recipes.lib.claims import NOT_TESTABLE as NEVER
-from regard_recipes.lib.results import load
 
 RUNS, PHI, F, OTHER = {"kind": "run"}, {"stream": "phi"}, {"stream": "f"}, {"stream": "transformer"}
 SUNK, EVEN, UNLEARNED = {"first": 0.6, "strongest": 0.6}, {"first": 0.1, "strongest": 0.1}, {"validation": 0.0}
@@ -74,7 +72,7 @@ CASES: list[Any] = [
 @pytest.mark.parametrize("case", CASES)
 def test_verdicts(case: Any) -> None:
     name, changes, expected, *options = case
-    made, found = load(recipes.get(name), Path(__file__).parents[2] / "docs" / "results")
+    made, found = stored(name)
     frame = found.frame.copy()
     for where, values in changes:
         rows = (frame[list(where)] == list(where.values())).all(axis=1)

@@ -79,15 +79,10 @@ def test_folder_names() -> None:
 
 def test_the_table_of_a_model_that_stopped() -> None:
     base = {"name": "5-gram", "bits_per_char": 1.9, "train_seconds": 0.25, "tokens_per_second": 1e6}
-    result = {
-        "settings": {"seed": "7"}, "text": {}, "installation": {}, "visible_keys": 64.5, "seconds": 1.0,
-        "baseline": base, "recall": [],
-        "models": [{"spec": "softmax", "run": "runs/1-softmax", "failure": "disk full"}],
-    }  # fmt: skip
+    stopped = {"spec": "softmax", "run": "runs/1-softmax", "failure": "disk full"}
+    result = {"settings": {"seed": "7"}, "text": {}, "installation": {}, "visible_keys": 64.5, "seconds": 1.0,
+              "baseline": base, "recall": [], "models": [stopped]}  # fmt: skip
     found = table(result)
-    assert found.rows == (
-        ("5-gram", "1.900", "–", "0.2 s", "1,000,000", "–", "–"),
-        ("softmax", "stopped", "–", "–", "–", "–", "–"),
-    )
+    assert found.rows == (("5-gram", "1.900", "–", "0.2 s", "1,000,000", "–", "–"), ("softmax", "stopped", *"–––––"))
     assert "one seed (7)" in found.note
     assert demo_output.page(result, {}).sections[0].failure == "Training stopped: disk full"

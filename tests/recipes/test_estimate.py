@@ -19,8 +19,7 @@ TRAINED = [name for name, kind in sorted(recipes.items()) if issubclass(kind, Tr
 def test_every_recipe_of_trained_models_has_an_estimate(name: str, size: str) -> None:
     recipe = configured(name, size)
     rows = estimate(recipe).rows
-    runs = sum(map(recipe.seeds_of, recipe.cells()))
-    assert sum(int(row[1]) for row in rows[:-1]) == int(rows[-1][1]) == runs
+    assert sum(int(row[1]) for row in rows[:-1]) == int(rows[-1][1]) == sum(map(recipe.seeds_of, recipe.cells()))
     tokens = sum(int(row[1]) * float(row[3]) for row in rows[:-1])
     assert tokens == pytest.approx(float(rows[-1][3]), rel=0.02)
 

@@ -91,9 +91,8 @@ def test_coverage_is_counted() -> None:
     draw = torch.Generator().manual_seed(3)
     keys = ((2 * torch.rand(1, 2, 5, 3, generator=draw) - 1) * 6**-0.5)[0].double()
     centre, noise = (0.3 * torch.randn(rows, 6, generator=draw) for rows in (1, 32))
-    query = (centre + 0.7 * noise).double()
     used = set()
-    for q in query[16:]:
+    for q in (centre + 0.7 * noise).double()[16:]:
         first, second = ([-math.log(1e-3 + float((half - key).square().sum())) for key in own] for half, own in zip(q.split(3), keys, strict=True))  # fmt: skip # noqa: E501
         scores = {(i, j): first[i] + second[j] for i in range(5) for j in range(5)}
         used |= set(sorted(scores, key=lambda slot: -scores[slot])[:3])

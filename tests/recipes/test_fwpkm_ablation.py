@@ -1,5 +1,6 @@
 """`regard reproduce fwpkm-ablation`: what each variant is, what is measured of it, and what is claimed."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,8 +17,7 @@ def study(**changes: object) -> FwPKMAblation:
 
 
 def memory(variant: str, **changes: object) -> Any:
-    model = HybridForCausalLM(study(**changes).model_config(variant, 50))
-    (found,) = memory_modules(model).values()
+    (found,) = memory_modules(HybridForCausalLM(study(**changes).model_config(variant, 50))).values()
     return found
 
 
@@ -52,10 +52,8 @@ def test_the_sizes_of_models() -> None:
 
 def test_a_run_has_every_row() -> None:
     _, results = tiny("fwpkm-ablation")
-    names, runs = [NONE, WHOLE, "without gating"], results.select(kind="run", seed=0)
-    assert list(zip(runs["task"], runs["model"], strict=True)) == [
-        (task, name) for task in ("names", "needles") for name in names
-    ]
+    names, runs = (NONE, WHOLE, "without gating"), results.select(kind="run", seed=0)
+    assert list(zip(runs["task"], runs["model"], strict=True)) == list(product(("names", "needles"), names))
     read = results.select(kind="document", seed=0).set_index(["model", "rule"])["across"].groupby(level=[0, 1]).mean()
     assert (read > 0).all()
     assert read[NONE, "frozen"] == pytest.approx(read[NONE, "paper"])

@@ -1,7 +1,7 @@
 """`regard reproduce fwpkm-case-studies`: slots and gates, counted by hand, and what is claimed of them."""
 
 import re
-from pathlib import Path
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tiny_runs import tiny
+from tiny_runs import stored, tiny
 
 from regard.inspect.slot_trace import RetrievedSlot, SlotReading, SlotReadings, Writer
 from regard.models import HybridForCausalLM
@@ -17,19 +17,16 @@ from regard.models.hybrid.memories import memory_modules
 from regard_recipes.fwpkm import fwpkm_case_studies as measures
 from regard_recipes.fwpkm.fwpkm_case_studies import ROW, FwPKMCaseStudies
 from regard_recipes.fwpkm.memory_recipe import NEEDLES
-from regard_recipes.lib.results import load
 
 
 def model() -> Any:
     torch.manual_seed(0)
-    made = FwPKMCaseStudies.configure("quick")
-    return HybridForCausalLM(made.model_config(ROW.name, 40)).eval()
+    return HybridForCausalLM(FwPKMCaseStudies.configure("quick").model_config(ROW.name, 40)).eval()
 
 
 def slots_of(found: Any, reads: int) -> list[dict[str, Any]]:
-    text: Any = Text()
     recipe = FwPKMCaseStudies.configure("quick", haystack=12, needles=1, examples=2, reads=reads)
-    return list(recipe.scored(found, NEEDLES, text))
+    return list(recipe.scored(found, NEEDLES, Text()))
 
 
 def test_the_model_is_the_papers() -> None:
@@ -64,8 +61,7 @@ def test_answers_are_those_of_the_uncached_stream() -> None:
         memory.chunk_size = 12
     stream = torch.tensor([example.haystack + example.question for example in examples])
     for _ in range(2):
-        logits = found(input_ids=stream, use_cache=False).logits
-        stream = torch.cat([stream, logits[:, -1:].argmax(-1)], 1)
+        stream = torch.cat([stream, found(input_ids=stream, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     answers = torch.tensor([Text().encode(example.answer) for example in examples])
     assert case["tokens"] == stream[0].tolist()
     assert case["answers"] == [[14, int(answers[0, 0])], [15, int(answers[0, 1])]]
@@ -107,14 +103,11 @@ def test_layers_are_counted() -> None:
 def test_gates_of_a_text_are_kept() -> None:
     found, text = model(), torch.randint(40, (20,), generator=torch.Generator().manual_seed(3))
     heard: dict[str, torch.Tensor] = {}
-    handles = [
-        memory.hook_gate.register_forward_hook(lambda m, i, o, d=depth: heard.__setitem__(f"layer {d + 1}", o[0]))
-        for depth, memory in memory_modules(found).items()
-    ]
-    with torch.no_grad():
+    with torch.no_grad(), ExitStack() as hooks:
+        for depth, memory in memory_modules(found).items():
+            hear = lambda m, i, o, d=depth: heard.__setitem__(f"layer {d + 1}", o[0])  # noqa: E731
+            hooks.enter_context(memory.hook_gate.register_forward_hook(hear))
         found(input_ids=text[None], use_cache=False)
-    for handle in handles:
-        handle.remove()
     rows = list(measures.gate_rows(found, text))
     assert [row["layer"] for row in rows] == list(heard)
     for row in rows:
@@ -124,7 +117,7 @@ def test_gates_of_a_text_are_kept() -> None:
 
 def test_intervals_of_losses_are_over_models() -> None:
     """Documents that one model reads are no samples of their own."""
-    own, results = load(FwPKMCaseStudies, Path(__file__).parents[2] / "docs" / "results")
+    own, results = stored("fwpkm-case-studies")
     read = own.chosen(results, "document", rule="paper").astype({"within": float})
     samples = [rows["within"].mean() for _, rows in read.groupby("seed")]
     half = stats.t.ppf(0.975, len(samples) - 1) * stats.sem(samples)

@@ -1,6 +1,7 @@
 """`regard reproduce iclm-mechanisms`: what it measures on models, and its claims on rows made by hand."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -56,9 +57,8 @@ def test_losses_with_and_without_heads(iclm, windows):
     assert measure.nats(iclm, windows) == pytest.approx(whole, abs=1e-5) == measure.nats(iclm, many)
     rows = measure.measure_text(iclm, windows=windows, prompts=[[1, 2, 3]], words=WORDS, from_row=2)["rows"]
     heads = [row for row in rows if row["kind"] == "head"]
-    assert [(row["stream"], row["layer"], row["head"]) for row in heads] == [
-        (stream, layer, head) for layer in (1, 2) for stream in ("phi", "f") for head in (1, 2)
-    ]
+    named = [(row["layer"], row["stream"], row["head"]) for row in heads]
+    assert named == list(product((1, 2), ("phi", "f"), (1, 2)))
     silent = copy.deepcopy(iclm)
     with torch.no_grad():
         silent.model.f[1].attn.o_proj.weight[:, 16:] = 0  # the second head of the last f block adds nothing
@@ -83,8 +83,7 @@ def test_a_prompt_is_explained_in_full(iclm, windows):
     assert parts.sum().item() == pytest.approx(found["context"], abs=1e-5)
     same = parts[windows[0] == logits.argmax()]
     assert found["same"] == (pytest.approx(same.sum().item(), abs=1e-5) if len(same) else None)
-    total = found["context"] + found["feed_forward"] + found["bias"]
-    assert total == pytest.approx(logits.max().item(), abs=1e-5)
+    assert found["context"] + found["feed_forward"] + found["bias"] == pytest.approx(logits.max().item(), abs=1e-5)
     assert found["missed"] < 1e-5
     attentions = iclm(windows[:1], output_attentions=True).attentions
     assert torch.allclose(torch.tensor(found["maps"]["f"]["weights"]), attentions[3][0].mean(0), atol=1e-4)
@@ -139,7 +138,6 @@ def test_induction_heads_form_in_f():
     from regard_recipes.lib.language_training import train_language_model
 
     own = Mechanisms.configure("quick", block_steps=150).of_blocks()
-    cell = {"task": "blocks", "model": "iclm"}
     corpus = Corpus(measure.block_stream(400_000, 0), measure.block_stream(4096, 1))
     generator = torch.Generator().manual_seed(9)
     block = torch.stack([torch.randperm(64, generator=generator)[:16] for _ in range(8)])
@@ -150,7 +148,7 @@ def test_induction_heads_form_in_f():
         return max(f[:, head, range(16, 48), range(1, 33)].mean().item() for head in range(f.shape[1]))
 
     run, *rows = train_language_model(
-        own.model_config(cell, 64), corpus, own, own.learning_rate, 0,
+        own.model_config({"model": "iclm"}, 64), corpus, own, own.learning_rate, 0,
         prepare=lambda model: kept.update(before=best(model.eval())) or model.train(),
         measure=lambda model: {"best": best(model), **measure.measure_blocks(model, seed=0)},
     )  # fmt: skip

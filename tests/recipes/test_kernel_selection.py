@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import checked, make
+from tiny_runs import checked, make, stored
 
 from regard.models import HybridForCausalLM
 from regard_recipes.kernels import kernel_selection as recipe
 from regard_recipes.kernels.kernel_selection import APART, EARLIER, KERNELS, MEAN, NORMALISED, PLAIN
 from regard_recipes.lib.recipe import frame_of
-from regard_recipes.lib.results import Journal, load, measure_into, unfinished_units
+from regard_recipes.lib.results import Journal, measure_into, unfinished_units
 
 FORMULAS = {
     "exponential": lambda q, k: math.exp(q @ k / 2), "linear": lambda q, k: q @ k / 2,
@@ -75,11 +75,10 @@ def test_how_cells_become_models() -> None:
 
 def test_the_size_of_the_paper_is_nanogpts() -> None:
     """Six blocks of 12 C^2 and biases, C = 384, a vocabulary of 65: 10.65 M with positions, which are rotary here."""
-    paper = made("paper", device="cpu")
-    model = HybridForCausalLM(paper.model_config(cell("exponential"), 65))
+    own = made("paper", device="cpu")
+    model = HybridForCausalLM(own.model_config(cell("exponential"), 65))
     layer = 4 * 384**2 + 2 * 384 * 1536 + 1536 + 384 + 4 * 384
     assert sum(w.numel() for w in model.parameters()) == 65 * 384 + 6 * layer + 2 * 384
-    own = paper
     assert (own.context, own.batch, own.steps, own.rates) == (256, 64, 5000, (1e-3,))
 
 
@@ -125,7 +124,7 @@ def test_two_kernels_have_more_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_note_tells_the_seeds_that_were_measured() -> None:
-    own, results = load(recipe.KernelSelection, Path(__file__).parents[2] / "docs" / "results")
+    own, results = stored("kernel-selection")
     assert own.tables(results)["Kernels"].note.startswith("3 seeds, 8 of normalised exponential and rbf: mean")
     early = replace(results, frame=results.frame[results.frame["seed"] < 3])
     assert own.tables(early)["Kernels"].note.startswith("3 seeds: mean")

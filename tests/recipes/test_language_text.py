@@ -83,11 +83,8 @@ def test_first_paragraph(text: str, expected: str) -> None:
 
 
 def test_prompts_end_with_a_word() -> None:
-    assert [without_last_word(text) for text in ("on day 3 th", "a longword", "word")] == [
-        "on day 3",
-        "a longword",
-        "word",
-    ]
+    shortened = [without_last_word(text) for text in ("on day 3 th", "a longword", "word")]
+    assert shortened == ["on day 3", "a longword", "word"]
 
 
 @pytest.mark.parametrize(

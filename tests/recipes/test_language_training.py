@@ -88,13 +88,11 @@ def test_training_is_a_plain_loop(text: runs.Corpus, monkeypatch: pytest.MonkeyP
     decayed = [w for w in model.parameters() if w.dim() == 2]
     others = [w for w in model.parameters() if w.dim() == 1]
     assert len(others) == 3
-    adam = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1.0, betas=(0.9, 0.95)
-    )
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95))
     losses, held_out = [], []
-    for step, rate in enumerate(
-        [0.01, 0.02, *(0.02 * (0.2 + 0.8 * (1 + math.cos(math.pi * i / 4)) / 2) for i in range(5))]
-    ):
+    cosine = [0.02 * (0.2 + 0.8 * (1 + math.cos(math.pi * i / 4)) / 2) for i in range(5)]
+    for step, rate in enumerate([0.01, 0.02, *cosine]):
         windows = torch.stack([text.train_tokens[s : s + 12].long() for s in starts(5, step, 4, 700 - 12 + 1)])
         for group in adam.param_groups:
             group["lr"] = rate
@@ -178,8 +176,7 @@ def touch(*_: object) -> None:
 def test_a_model_keeps_its_settings(text: runs.Corpus) -> None:
     """The Trainer turns the cache off while it trains."""
     kept = {}
-    measure = lambda model: kept.update(cache=model.config.use_cache, training=model.training) or {}  # noqa: E731
-    train(text, measure=measure)
+    train(text, measure=lambda model: kept.update(cache=model.config.use_cache, training=model.training) or {})
     assert kept == {"cache": True, "training": False}
 
 

@@ -73,8 +73,7 @@ def test_data_are_what_they_are_called() -> None:
     q, k, _ = numerics.draw(config, "recall", 0)
     near = (q[:, None] - k[None]).norm(dim=-1).tril() + torch.full((512, 512), 99.0).triu(1)
     assert near.amin(1).max() < 1.0
-    again = numerics.draw(config, "recall", 0)[0]
-    assert torch.equal(q, again)
+    assert torch.equal(q, numerics.draw(config, "recall", 0)[0])
     assert not torch.equal(q, numerics.draw(config, "recall", 1)[0])
     assert not torch.equal(q, numerics.draw(config, "recall", 0, seed=1)[0])
 
@@ -132,10 +131,6 @@ def test_stored_errors_are_those_of_equation_8(found: pd.DataFrame) -> None:
 def test_errors_leave_out_what_is_not_finite() -> None:
     truth = torch.tensor([[[3.0, 4.0], [1.0, 0.0]]], dtype=torch.float64)
     off = torch.tensor([[[3.0, 4.5], [float("nan"), 0.0]]])
-    assert numerics.errors(off, truth) == {
-        "absolute": pytest.approx(0.5 / 2**0.5, rel=1e-3),
-        "relative": 0.1,
-        "worst_row": 0.1,
-        "not_finite": 1,
-    }
+    found = {"absolute": pytest.approx(0.5 / 2**0.5, rel=1e-3), "relative": 0.1, "worst_row": 0.1, "not_finite": 1}
+    assert numerics.errors(off, truth) == found
     assert numerics.errors(torch.full((1, 2, 2), torch.inf), truth)["relative"] is None

@@ -104,14 +104,12 @@ def test_answers_are_counted(data: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Of four questions the first is answered rightly, the second with another needle's number, the others wrongly."""
     made = text(data)
     torch.manual_seed(0)
-    model = HybridForCausalLM(
-        HybridConfig(vocab_size=made.vocabulary, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
-    )
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = HybridForCausalLM(HybridConfig(vocab_size=made.vocabulary, **sizes))
     examples = made.haystacks(40, 3).examples(0, range(4))
     others = [next(n for n in e.numbers.values() if n != e.answer) for e in examples]
     free = next(f"{n:02d}" for n in range(100) if all(f"{n:02d}" not in e.numbers.values() for e in examples[2:]))
-    said = [examples[0].answer, others[1], free, free]
-    told = torch.tensor([[made.encode(each)] for each in said])
+    told = torch.tensor([[made.encode(each)] for each in (examples[0].answer, others[1], free, free)])
     asked: list[torch.Tensor] = []
 
     def answer(model: Any, haystacks: torch.Tensor, questions: torch.Tensor, length: int, **how: Any) -> torch.Tensor:

@@ -147,9 +147,8 @@ def test_a_claim_about_many_holds_where_all_do() -> None:
 
 
 def test_pivots() -> None:
-    frame = pd.DataFrame(
-        {"k": ["b", "b", "a", "a"], "c": [1, 2, 1, 1], "seed": [0, 0, 0, 1], "x": [1.0, 2.0, 3.0, 5.0]}
-    )
+    columns = {"k": ["b", "b", "a", "a"], "c": [1, 2, 1, 1], "seed": [0, 0, 0, 1], "x": [1.0, 2.0, 3.0, 5.0]}
+    frame = pd.DataFrame(columns)
     by_column = pivot(frame, {"k": "kind"}, {"x": spread("x", 1)}, columns="c", note="n")
     assert by_column.header == ("kind", "1", "2")
     assert by_column.rows == (("b", "1.0", "2.0"), ("a", "4.0 ± 1.4", "–"))
@@ -360,6 +359,5 @@ def test_a_folder_with_other_files_is_left_alone(squares: type[Squares], tmp_pat
 
 
 def test_plain_data() -> None:
-    assert plain({1: (math.inf, np.float32(0.5), np.bool_(True), Path("a"), None)}) == {
-        "1": [None, 0.5, True, "a", None]
-    }
+    values = (math.inf, np.float32(0.5), np.bool_(True), Path("a"), None)
+    assert plain({1: values}) == {"1": [None, 0.5, True, "a", None]}

@@ -70,8 +70,7 @@ def test_a_changed_model_learns_and_sees_no_future(form: str) -> None:
     other = tokens.clone()
     other[:, 7:] = (other[:, 7:] + 1) % 11
     assert torch.equal(model(tokens).logits[:, :7], model(other).logits[:, :7])
-    loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
+    model(input_ids=tokens, labels=tokens).loss.backward()
     assert all(weight.grad is not None for weight in parameters.values())
     assert memories[0].fallen.shape == (1, 2, 12)
     assert memories[0].fallen[..., 0].all()

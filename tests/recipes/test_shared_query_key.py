@@ -8,8 +8,7 @@ from regard_recipes.kernels.shared_query_key import memory_bytes
 
 def test_what_is_counted() -> None:
     """Two layers of width 64, four heads of 16 channels, 8 windows of 64 characters, float32."""
-    results = tiny("shared-query-key")[1]
-    runs = results.select(kind="run")
+    runs = tiny("shared-query-key")[1].select(kind="run")
     assert len(runs) == 8
     rows = runs[runs["seed"] == 0].set_index(["model", "q and k"])
     for spec, cache in (("softmax", 2 * 2 * 512 * 64 * 4), ("elu", 2 * (4 * (17 * 16 + 17) * 4 + 4))):
@@ -22,9 +21,8 @@ def test_what_is_counted() -> None:
 
 
 def test_memory_that_is_freed_and_used_again_is_counted_again() -> None:
-    made = checked("shared-query-key", width=32, layers=1)
     cell = {"model": "softmax", "q and k": "apart"}
-    model = HybridForCausalLM(made.model_config(cell, 50))
+    model = HybridForCausalLM(checked("shared-query-key", width=32, layers=1).model_config(cell, 50))
     before = memory_bytes(model, 2, 16)["kept_bytes"]
 
     def save(module: object, inputs: object, output: object) -> None:

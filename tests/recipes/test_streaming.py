@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.special import log_softmax
 from torch import Tensor, nn
 
 from regard.models import HybridConfig, HybridForCausalLM
@@ -38,9 +39,7 @@ def nats(model: HybridForCausalLM, tokens: Tensor) -> float:
     """Of one pass over all tokens but the last, every one the target of the one before."""
     with torch.no_grad():
         logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0].double().numpy()
-    logits -= logits.max(-1, keepdims=True)
-    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    return -float(logp[np.arange(len(tokens) - 1), tokens[1:].numpy()].sum())
+    return -float(log_softmax(logits, -1)[np.arange(len(tokens) - 1), tokens[1:].numpy()].sum())
 
 
 def sums(found: Streamed) -> list[float]:
@@ -68,8 +67,7 @@ def test_every_token_but_the_first_is_predicted_once(segment: int, rows: int) ->
     model = Bigram().train()
     documents = texts(50, 50, 50) if rows == 3 else texts(50, 2, 33)
     found = streamed(model, documents, segment, rows=rows)
-    table = model.table.detach().double().numpy()
-    logp = table - np.log(np.exp(table).sum(-1, keepdims=True))
+    logp = log_softmax(model.table.detach().double().numpy(), -1)
     for losses, document in zip(found.losses, documents, strict=True):
         d = document.numpy()
         assert losses.numpy() == pytest.approx(-logp[d[:-1], d[1:]], rel=1e-5)
@@ -137,10 +135,9 @@ def test_gates_and_slots_are_counted() -> None:
     model = hybrid("GDN", "FwPKM@1")
     heard: list[Tensor] = []
     point = model.model.layers[1].memory.hook_gate
-    handle = point.register_forward_hook(lambda module, args, out: heard.append(out.detach().flatten(1)))
     documents = texts(26, 26)
-    found = streamed(model, documents, 5, Carry("stream"), rows=2, statistics=True)
-    handle.remove()
+    with point.register_forward_hook(lambda module, args, out: heard.append(out.detach().flatten(1))):
+        found = streamed(model, documents, 5, Carry("stream"), rows=2, statistics=True)
     (gates,) = found.gates.values()
     assert torch.equal(torch.stack(gates), torch.cat(heard, 1))
     assert gates[0].shape == found.losses[0].shape == (25,)
@@ -232,10 +229,8 @@ def test_fast_weights_without_slots_keep_their_chunk(memories: str | None, layou
     haystacks, questions = asked()
     written: list[int] = []
     layer = model.model.layers[1].memory if memories else model.model.layers[1].self_attn
-    seen = lambda module, args, out: written.append(module.chunk_size)  # noqa: E731
-    handle = layer.register_forward_hook(seen)
-    found = answers(model, haystacks, questions, 2, protocol="whole", reads=2, recurrent=True)
-    handle.remove()
+    with layer.register_forward_hook(lambda module, args, out: written.append(module.chunk_size)):
+        found = answers(model, haystacks, questions, 2, protocol="whole", reads=2, recurrent=True)
     assert set(written) == {CHUNK}
     # the first token sees every full chunk of its own haystack, as in one pass
     assert found[0, :, :1].tolist() == greedy(model, haystacks, questions, 1)
@@ -245,8 +240,7 @@ def test_without_a_reset_the_order_matters() -> None:
     """On the first read nothing of the haystack has been written by the paper's protocol: what differs is what was
     read before."""
     model = hybrid("FA", "FwPKM@1")
-    many = [asked(seed) for seed in range(10, 18)]
-    haystacks, questions = (torch.stack(each) for each in zip(*many, strict=True))
+    haystacks, questions = (torch.stack(each) for each in zip(*map(asked, range(10, 18)), strict=True))
     new = read_and_answer(model, haystacks, questions, 2, protocol="whole", reads=1)[0]
     kept = read_and_answer(model, haystacks, questions, 2, protocol="whole", reads=1, reset=False)[0]
     assert new.shape == kept.shape == (8, 2, 2)

@@ -2,18 +2,16 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mistakes import refuses
-from tiny_runs import checked
+from tiny_runs import checked, stored
 
 from regard.models import HybridForCausalLM, count_fast_weights, count_parameters, memory_modules
 from regard_recipes.fwpkm.fwpkm_cost import TABLE_2
 from regard_recipes.fwpkm.layouts import LACT, MEMORIES, PAPER_VOCABULARY, Row, depths_of, row_config
-from regard_recipes.lib.results import load
 from regard_recipes.long_text import streaming_perplexity as recipe
 from regard_recipes.long_text.streaming import Carry, mentions, read_names, reading_rules, streamed
 
@@ -60,8 +58,7 @@ def test_all_layouts_with_all_memories() -> None:
 def test_models_of_the_rows(row: Row) -> None:
     config = row_config(row, made(layers=4, chunk=24), 258)
     with torch.device("meta"):
-        model = HybridForCausalLM(config)
-    names = {type(module).__name__ for module in model.modules()}
+        names = {type(module).__name__ for module in HybridForCausalLM(config).modules()}
     assert ("ProductKeyMemory" in names) == ("PKM" in row.memory.split("+"))
     assert ("FastWeightProductKeyMemory" in names) == ("FwPKM" in row.memory)
     assert ("FastWeightMLP" in names) == (row.memory == "FwMLP")
@@ -139,6 +136,6 @@ def test_rows_are_means_of_what_was_read() -> None:
 
 
 def test_models_without_memories_decide_nothing() -> None:
-    own, found = load(type(made()), Path(__file__).parents[2] / "docs" / "results")
+    own, found = stored("streaming-perplexity")
     few = replace(own, models=("GDN", "FA"))
     assert few.claims(replace(found, frame=found.select(model=list(few.models)).drop(columns=["counts"]))) == []

@@ -27,15 +27,13 @@ def frame(validation: dict[tuple[str, float], float], test: dict[tuple[str, floa
             cell = {"task": "4", "model": model, "rate": rate, "seed": seed}
             rows.append({**cell, "kind": "run", "validation": score, "steps": 10, "seconds": 1.0, "parameters": 5})
             rows.append({**cell, "kind": "curve", "step": 10, "validation": score})
-            rows.append(
-                {**cell, "kind": "test", "test": "4", "metric": "accuracy", "score": test[model, rate] + seed / 1e3}
-            )
+            scored = {"kind": "test", "test": "4", "metric": "accuracy", "score": test[model, rate] + seed / 1e3}
+            rows.append({**cell, **scored})
     return Results(pd.DataFrame(rows), {"floors": {"4": {"accuracy": 0.25}}}, {})
 
 
 def recall(**changes: Any) -> Any:
-    kind = recipes.get("associative-recall")
-    return kind.configure("quick", **changes)
+    return tiny_runs.configured("associative-recall", **changes)
 
 
 def test_each_model_has_the_rate_with_the_best_validation_score() -> None:
@@ -50,8 +48,7 @@ def test_each_model_has_the_rate_with_the_best_validation_score() -> None:
 def test_models_that_learned_nothing_decide_nothing() -> None:
     lla = "local linear, learned ridge"
     low = {(model, 1e-3): 0.26 for model in ("softmax", lla, "linear")}
-    verdicts = {claim.verdict for claim in recall().claims(frame(low, low))}
-    assert verdicts == {"not testable at this size"}
+    assert {claim.verdict for claim in recall().claims(frame(low, low))} == {"not testable at this size"}
     high = {**low, ("softmax", 1e-3): 0.95, (lla, 1e-3): 0.96}
     local, states = recall().claims(frame(high, high))
     assert (local.verdict, states.verdict) == ("holds", "holds")
@@ -60,8 +57,7 @@ def test_models_that_learned_nothing_decide_nothing() -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_models_and_sizes(name: str) -> None:
     """Every known model can be made at the size 'quick', and every training task has examples of each split."""
-    kind = recipes.get(name)
-    made = kind.configure("quick", models=())
+    made = tiny_runs.configured(name, models=())
     for task in made.training_tasks().values():
         for model in made.known:
             assert sum(p.numel() for p in made.make_model(model, task).parameters()) > 0
@@ -114,8 +110,7 @@ def test_states_have_the_size_that_the_table_says() -> None:
 
 def test_the_gated_delta_rule_keeps_most_of_its_state_at_first() -> None:
     made = recall()
-    model = made.make_model("gated delta rule", made.training_tasks()["4"])
-    for layer in model.model.layers:
+    for layer in made.make_model("gated delta rule", made.training_tasks()["4"]).model.layers:
         net = layer.self_attn.net
         kept = (-net.A_log.exp() * torch.nn.functional.softplus(net.dt_bias)).exp()
         assert 0.9 - 1e-4 <= kept.item() <= 0.9991

@@ -102,9 +102,8 @@ def test_numbers_are_those_of_a_plain_loop(protocol: str) -> None:
             half = 4.3027 * ratio * (means / means.mean() - base / base.mean()).std(ddof=1) / np.sqrt(3)  # t of 2
             assert abs(found.half - half) < 1e-2 * ratio
     if protocol == "self-included":
-        (curve,) = tiny("test-time-regression")[1].select(kind="curve", protocol=protocol, d=4, S=8, method="softmax")[
-            "curve"
-        ]
+        curves = tiny("test-time-regression")[1].select(kind="curve", protocol=protocol, d=4, S=8, method="softmax")
+        (curve,) = curves["curve"]
         assert np.allclose(curve, np.array(error["softmax"]).mean(0), rtol=2e-3)
 
 
@@ -124,5 +123,4 @@ def test_the_choice_is_the_best_of_the_grid_on_other_sequences() -> None:
 
 
 def test_wide_cells_have_fewer_sequences() -> None:
-    small = recipe.Regression()
-    assert [small.count(d) for d in (8, 32, 64, 128, 4096)] == [32, 32, 16, 8, 2]
+    assert [recipe.Regression().count(d) for d in (8, 32, 64, 128, 4096)] == [32, 32, 16, 8, 2]

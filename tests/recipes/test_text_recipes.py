@@ -2,12 +2,11 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import configured
+from tiny_runs import configured, stored
 from torch.nn.functional import cross_entropy
 
 from regard.models import HybridForCausalLM
@@ -16,7 +15,6 @@ from regard.recipes import recipes
 from regard_recipes.fwpkm.slot_use import slots_read
 from regard_recipes.lib.claims import NOT_TESTABLE
 from regard_recipes.lib.recipe import Results, frame_of
-from regard_recipes.lib.results import load
 from regard_recipes.lib.text_recipe import TextRecipe
 from regard_recipes.local_linear.lla_pretraining import PLAIN, RIDGES, weights_seen
 from regard_recipes.sparse_attention.out_of_distribution import losses_along, stories, windows
@@ -52,10 +50,9 @@ def test_every_known_model_can_be_made(name: str, size: str) -> None:
     """Those too that are trained only where --models names them."""
     made = configured(name, size)
     made = configured(name, size, models=tuple(made.known))
-    cells = made.cells()
-    left_out = set(made.known) - {cell["model"] for cell in cells}
+    left_out = set(made.known) - {cell["model"] for cell in made.cells()}
     assert left_out <= ({"iclm-full-matched"} if size == "paper" else set())  # larger than its rival at that size
-    for cell in cells:
+    for cell in made.cells():
         config = made.model_config(cell, 300)
         with torch.device("meta"):
             assert model_of(config)(config).config.hidden_size == made.width
@@ -66,20 +63,21 @@ def test_every_known_model_can_be_made(name: str, size: str) -> None:
     [("lla-pretraining", "floor"), ("mosaic-kernels", "floor"), ("out-of-distribution", "other floor")],
 )
 def test_models_that_predict_no_better_than_frequencies_decide_nothing(name: str, floor: str) -> None:
-    made, found = load(recipes.get(name), Path(__file__).parents[2] / "docs" / "results")
+    made, found = stored(name)
     unlearned = replace(found, facts={**found.facts, floor: 0.0})
     assert {claim.verdict for claim in made.claims(unlearned)} == {NOT_TESTABLE}
 
 
-def test_weights_of_softmax_are_counted_as_by_hand() -> None:
-    made = configured("lla-pretraining", width=16)
+def made_model(recipe: str, name: str, **sizes: Any) -> HybridForCausalLM:
     torch.manual_seed(0)
-    tokens = torch.randint(0, 50, (2, 12))
-    net = HybridForCausalLM(made.model_config({"model": PLAIN}, 50)).eval()
+    return HybridForCausalLM(configured(recipe, width=16, **sizes).model_config({"model": name}, 50)).eval()
+
+
+def test_weights_of_softmax_are_counted_as_by_hand() -> None:
+    net, tokens = made_model("lla-pretraining", PLAIN), torch.randint(0, 50, (2, 12))
     found = weights_seen(net, tokens)
     with torch.no_grad():
-        layers = net(input_ids=tokens, output_attentions=True).attentions
-    half = [weights[:, :, 6:] for weights in layers]
+        half = [weights[:, :, 6:] for weights in net(input_ids=tokens, output_attentions=True).attentions]
     assert found["density"] == pytest.approx(sum(float((s > 0.1).sum(-1).float().mean()) for s in half) / len(half))
     assert (found["negative"], found["lowest"]) == (0.0, 0.0)
     assert found["highest"] == pytest.approx(max(float(s.max()) for s in half), rel=1e-5)
@@ -87,13 +85,10 @@ def test_weights_of_softmax_are_counted_as_by_hand() -> None:
 
 
 def test_losses_along_a_window_are_those_of_its_tokens() -> None:
-    made = configured("lla-pretraining", width=16)
-    net = HybridForCausalLM(made.model_config({"model": PLAIN}, 50)).eval()
-    tokens = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0))
-    found = losses_along(net, tokens, batch=2)
+    net, tokens = made_model("lla-pretraining", PLAIN), torch.randint(0, 50, (3, 9))
     with torch.no_grad():
         wanted = [float(cross_entropy(net(tokens[:, :t]).logits[:, -1], tokens[:, t])) for t in range(1, 9)]
-    assert found.tolist() == pytest.approx(wanted, rel=1e-4)
+    assert losses_along(net, tokens, batch=2).tolist() == pytest.approx(wanted, rel=1e-4)
     assert windows(torch.arange(10), 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
@@ -105,15 +100,11 @@ def test_stories_are_the_same_every_time() -> None:
 
 
 def test_slots_are_counted_as_by_hand() -> None:
-    made = configured("slot-use", width=16, sub_keys=4, top_k=2, memory_dim=8)
-    torch.manual_seed(0)
-    net = HybridForCausalLM(made.model_config({"model": "batch norm, many slots"}, 50)).eval()
+    net = made_model("slot-use", "batch norm, many slots", sub_keys=4, top_k=2, memory_dim=8)
     memory = next(m for m in net.modules() if type(m).__name__ == "ProductKeyMemory")
-    tokens = torch.randint(0, 50, (3, 8))
     seen: list[torch.Tensor] = []
-    handle = memory.q_norm.register_forward_hook(lambda module, given, out: seen.append(out.detach()))
-    found = slots_read(net, tokens, batch=2)
-    handle.remove()
+    with memory.q_norm.register_forward_hook(lambda module, given, out: seen.append(out.detach())):
+        found = slots_read(net, torch.randint(0, 50, (3, 8)), batch=2)
     queries = torch.cat([each.flatten(0, -2) for each in seen]).view(24, 4, 2, -1)
     scores = torch.einsum("thcd,hcnd->thcn", queries, memory.keys.detach())
     joint = (scores[:, :, 0, :, None] + scores[:, :, 1, None]).flatten(2)

@@ -88,8 +88,7 @@ SHORTER = {
 
 def make(name: str, **changes: Any) -> Any:
     """Return a recipe with the options of a tiny run."""
-    kind = recipes.get(name)
-    return kind.configure("quick", **{"workers": 0, **TINY[name], **changes})
+    return configured(name, **{"workers": 0, **TINY[name], **changes})
 
 
 def configured(name: str, size: str = "quick", **changes: Any) -> Any:
@@ -119,6 +118,11 @@ def tiny(name: str) -> tuple[Any, Results]:
         if not (FOLDER / name / f"{name}.json").exists():
             run(made, [], lambda text: None)
     return made, load(type(made), made.out)[1]
+
+
+def stored(name: str) -> tuple[Any, Results]:
+    """Return a recipe and what a run stored for the pages of the docs."""
+    return load(recipes.get(name), Path(__file__).parents[2] / "docs" / "results")
 
 
 def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:

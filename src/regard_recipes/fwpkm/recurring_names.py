@@ -1,8 +1,7 @@
 """Text in which names come back beyond the window of attention: what a memory that is written while reading adds.
 
 Fast-weight Product Key Memory, sections 4.2 and 5.2: written memories lower the loss on long documents, and their gates
-spike on names. docs/memory-results.md describes the documents. The frozen memory is the same model, to which nothing is
-written at test time.
+spike on names. docs/memory-results.md describes the documents. A frozen memory is the same model, without writes.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,7 @@
 """Count how many slots of a product-key memory are read, with and without batch norm of its queries.
 
 Fast-weight Product Key Memory paper, section 3.3.1, which quotes the product-key paper (Lample et al.,
-arXiv:1907.05242), and adds that query norms become inefficient where a token reads one head x 8 slots in place of four
-heads x 32.
+arXiv:1907.05242), and adds that query norms are inefficient with one head x 8 slots a token in place of four x 32.
 """
 
 import math

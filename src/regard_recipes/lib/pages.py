@@ -1,8 +1,7 @@
 """The folder of a recipe's results, written from its rows: record, Markdown and figures; and a page for each paper.
 
-`regard reproduce --papers FOLDER` writes FOLDER/paper-NAME.md from all stored results: the paper's tables and figures
-with the verdicts on their claims. What has no stored claim is shown as not run, or as not testable at this size where
-it needs a GPU, with the command that runs it.
+`regard reproduce --papers FOLDER` writes FOLDER/paper-NAME.md from stored results: the paper's tables and figures with
+the verdicts on their claims, or with the command that runs them: not run, or not testable where it needs a GPU.
 """
 
 import json

@@ -23,8 +23,14 @@ def reproduce(argv: list[str]) -> int:
         require(bool(argv), CALL, f"name a recipe: {known}.")
         return 0
     name, *rest = argv
-    if name in ("--all", "--papers"):
-        return _run_all(rest) if name == "--all" else _papers(rest)
+    if name == "--all":
+        return _run_all(rest)
+    if name == "--papers":
+        from .pages import write_pages
+
+        require(len(rest) == 1, CALL, "expected --papers FOLDER, with the results of recipes.")
+        print(*write_pages(Path(rest[0])), sep="\n")
+        return 0
     require(not name.startswith("-"), CALL, f"the name of a recipe comes first: {known}.")
     recipe = recipes.get(name)
     if "--estimate" in rest:
@@ -68,15 +74,6 @@ def _run_all(argv: list[str]) -> int:
     if failed:
         consoles()[0].print(f"failed: {', '.join(failed)}", highlight=False, markup=False)
     return int(bool(failed))
-
-
-def _papers(argv: list[str]) -> int:
-    from .pages import write_pages
-
-    require(len(argv) == 1, CALL, "expected --papers FOLDER, with the results of recipes.")
-    for path in write_pages(Path(argv[0])):
-        print(path)
-    return 0
 
 
 def options(kind: type[Recipe], argv: list[str]) -> Any:

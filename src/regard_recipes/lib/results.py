@@ -1,7 +1,6 @@
 """Rows on disk: a journal that grows as cells are measured, and the record of a finished run.
 
-NAME.jsonl   first line: what was run; a line for each row as it is made, and one at the end of each cell; last line:
-             that the run is finished
+NAME.jsonl   what was run; a line for each row as it is made, and one at the end of each cell; that the run is finished
 NAME.json    the record: what was run, claims with verdicts, and all rows
 """
 
@@ -12,7 +11,7 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from io import RawIOBase
 from pathlib import Path
@@ -59,9 +58,7 @@ class Journal:
         before, lines, finished = read_journal(path) if path.exists() else (None, [], False)
         if before is None:
             return cls(path, header)
-        defaults = {
-            x.name: plain(x.default) for x in fields(made) if x.default is not MISSING and x.name not in GROWING
-        }
+        defaults = {name: value for name, value in plain(to_mapping(type(made)())).items() if name not in GROWING}
         old, new = {**defaults, **before["config"]}, header["config"]  # an earlier version may lack options
         differs = [name for name in new if name not in FREE and old.get(name) != new[name]]
         if differs and all(name in GROWING and _grows(old.get(name), new[name]) for name in differs):

@@ -1,8 +1,7 @@
 """Recall values by keys: accuracy against the number of pairs, for models with a cache and with a state of fixed size.
 
 MQAR of Zoology, as in the Local Linear Attention paper (section 4, figure 4). A model is trained once, on sequences
-with few and with many pairs: the short ones are learned first, without which the long ones take many times as many
-steps.
+with few and with many pairs: without short ones, which are learned first, long ones take many times as many steps.
 """
 
 from collections.abc import Iterator, Mapping

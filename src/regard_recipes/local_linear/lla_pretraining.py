@@ -1,8 +1,7 @@
 """Train language models with local linear attention and with softmax: losses by ridge, and how the weights look.
 
-Local Linear Attention paper, appendix F.3 and figure 8, which name neither the data nor the sizes. The paper's softmax
-has a fixed scale, with which normalised queries cannot become sharper. So softmax is also trained with a scale that it
-learns.
+Local Linear Attention paper, appendix F.3 and figure 8, which name neither data nor sizes. The paper's softmax has a
+fixed scale, with which normalised queries cannot become sharper. So it is also trained with a scale that it learns.
 """
 
 from itertools import pairwise

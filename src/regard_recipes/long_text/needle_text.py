@@ -3,9 +3,8 @@
 Small models do not learn in minutes to copy six digits from bytes, so the commonest words are tokens (the rest share
 one), and a needle is "number K3f 42 .", with a token for the key and for every two digits. If each needle of an example
 were asked once, a model could answer without the keys, by leaving out numbers that were asked before; so needles are
-drawn with replacement. Where all examples are haystacks, attention without a memory stays for thousands of steps at
-choosing among the numbers that it has seen; it learns in hundreds of steps where some examples are pairs of keys and
-numbers alone.
+drawn with replacement. On haystacks alone, attention without a memory stays for thousands of steps at choosing among
+the numbers that it has seen; it learns in hundreds where some examples are pairs of keys and numbers alone.
 """
 
 import re

@@ -1,8 +1,7 @@
 """Measure which memory helps on which text: figures 2 and 3 and findings 1 to 3 of the fast-weight paper (section 4.2).
 
 docs/memory-results.md describes the text. The paper carries the fast memory on through everything and starts all else
-anew at every segment. Here the models are also read by rules that favour nobody: the memory new at every document, and
-the recurrent states of all models carried through a document as well.
+anew at every segment. Here models are also read by fair rules: memory and recurrent states live through a document.
 """
 
 import math

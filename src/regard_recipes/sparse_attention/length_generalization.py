@@ -1,8 +1,7 @@
 """Train on short sequences and test on longer ones: which attention kernels keep the answer.
 
 Sparse-attention paper, section 4.3, tables 2 and 7, figure 4: Memory Mosaics with several kernels, trained on MQMTAR,
-Reverse and Sort at one range of lengths and tested at up to 64 times its end. There an example is right where all
-tokens of its answer are.
+Reverse and Sort at one range of lengths and tested at up to 64 times its end; an answer must be right in full.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,7 @@
 """Read another text than the one trained on: the loss of Memory Mosaics along the text, by kernel.
 
-Sparse-attention paper, section C.1 and figure 5: models trained on BabiStories read Simple English Wikipedia. Unless
-files are given, models here learn the Python manual and read the stories of `regard.tasks.Stories`. Losses are means
-over sixteenths of a window.
+Sparse-attention paper, section C.1 and figure 5: models of BabiStories read Simple English Wikipedia. Without files,
+models here learn the Python manual and read `regard.tasks.Stories`. Losses are means over sixteenths of a window.
 """
 
 from pathlib import Path
