@@ -15,7 +15,7 @@ from regard.tasks.recurring_names import RecurringNames
 
 from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import interval, pivot
-from ..lib.recipe import Results, select
+from ..lib.recipe import Results
 from ..lib.task_recipe import TaskRecipe
 
 PAPER, TASK = "Fast-weight Product Key Memory", "names"
@@ -94,8 +94,7 @@ class RecurringNamesRecipe(TaskRecipe, name="recurring-names"):
         floor = results.facts["floors"][TASK]
         names = {"accuracy on near": "right, near", "accuracy on far": "right, far", "loss on near": "nats, near",
                  "loss on far": "nats, far"}  # fmt: skip
-        scores = self.chosen(results)
-        scores = select(scores, metric=list(names)).assign(metric=lambda rows: rows["metric"].map(names))
+        scores = self.chosen(results, metric=list(names)).assign(metric=lambda rows: rows["metric"].map(names))
         return {
             "What recurs": pivot(scores, ["model", "memory"], {"": interval("score")}, "metric", note=(
                 f"Things of names that were mentioned before, within {self.window} tokens (near) or not (far); "

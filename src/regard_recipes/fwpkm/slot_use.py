@@ -59,8 +59,7 @@ class SlotUse(TextRecipe, name="slot-use"):
         return {**super().measure_model(model), **slots_read(model, windows(self.test_tokens, self.context), batch)}
 
     def claims(self, results: Results) -> list[Claim]:
-        runs = self.chosen(results)
-        runs = runs.assign(use=runs["coverage"] / runs["even"])
+        runs = self.chosen(results).assign(use=lambda rows: rows["coverage"] / rows["even"])
         plain, batch, narrow = (select(runs, model=f"{NORMS[norm]}, {reads}")
                                 for norm, reads in (("none", WIDE), ("batch", WIDE), ("batch", FEW)))  # fmt: skip
         share = "Share of slots that are read, over that of even use."
@@ -82,8 +81,7 @@ class SlotUse(TextRecipe, name="slot-use"):
             "Losses": self.losses_table(results)}  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        runs = self.chosen(results)
-        runs = runs.assign(reads_of=runs["model"].map(lambda name: self.known[name]["reads"]))
+        runs = self.chosen(results).assign(reads_of=lambda rows: [self.known[name]["reads"] for name in rows["model"]])
         return {"slots": dots(runs, "coverage", "model", "reads_of", x_label="share of slots that are read"),
                 "curves": self.curves(results)}  # fmt: skip
 

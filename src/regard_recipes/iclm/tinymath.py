@@ -127,7 +127,7 @@ class TinyMathRecipe(TaskRecipe, Sizes, name="tinymath"):
         return made
 
 
-def operand_rows(model: Any, task: TokenTask, count: int) -> Iterator[dict[str, Any]]:
+def operand_rows(model: Any, task: Any, count: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each head with its mean weight on earlier occurrences of the operands that the model predicts in
     so many stories, and a row with the maps of the first story, up to the first operand."""
     examples = task.examples(0, range(count), "test")
@@ -145,7 +145,5 @@ def operand_rows(model: Any, task: TokenTask, count: int) -> Iterator[dict[str, 
         for head, predicted in enumerate(weights, 1):
             yield {"kind": "head", "stream": stream, "layer": layer, "head": head, "predicted": predicted,
                    "uniform": uniform, "lift": predicted / uniform if uniform else 0.0}  # fmt: skip
-    first: Any = examples[0]
-    story = first.tokens[: int(first.parts["equation"].nonzero()[0])].tolist()
-    words: Any = task
-    yield measure_prompt(model, story, words.words.words)
+    before = int(examples[0].parts["equation"].nonzero()[0])
+    yield measure_prompt(model, examples[0].tokens[:before].tolist(), task.words.words)

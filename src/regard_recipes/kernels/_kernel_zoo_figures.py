@@ -30,20 +30,18 @@ def kernels(shapes: Sequence[Any]) -> bytes:
     near, far = ([row for row in shapes if (row.over == "distance") == close] for close in (True, False))
     figure = Figure(figsize=(6.0 + 2.9 * len(far), 6.4), dpi=120, layout="constrained")
     grid: Any = figure.subplots(2, 1 + len(far), width_ratios=[2, *[1] * len(far)], squeeze=False)
-    for number, row in enumerate(near):
-        colour, style = line_style(number)
-        for axes, y in zip(grid[:, 0], (row.value, row.slope), strict=True):
-            axes.plot(row.x, numbers(y), color=colour, linestyle=style, linewidth=1.8, label=row.kernel)
+    for column, rows in enumerate([near, *([row] for row in far)]):
+        for number, row in enumerate(rows):
+            colour, style = line_style(number)
+            for axes, y in zip(grid[:, column], (row.value, row.slope), strict=True):
+                axes.plot(row.x, numbers(y), color=colour, linestyle=style, linewidth=1.8, label=row.kernel)
+                size = np.abs(numbers(y))
+                if column and np.nanmax(size) > 20 * max(np.nanquantile(size, 0.75), 1e-12):
+                    axes.set_yscale("log")  # what grows without bound would flatten the rest
+        grid[0, column].set(title=rows[0].kernel, ylabel="K(z)")
+        grid[1, column].set(xlabel="score z", ylabel="slope K'(z)")
     grid[0, 0].set(title="of the distance, each of mass 1", ylabel="K(u)")
     grid[1, 0].set(xlabel="distance u", ylabel="slope K'(u)", ylim=(-2.2, 2.2))
-    for column, row in enumerate(far, start=1):
-        for axes, y in zip(grid[:, column], (row.value, row.slope), strict=True):
-            axes.plot(row.x, numbers(y), color=COLOURS[0], linewidth=1.8)
-            size = np.abs(numbers(y))
-            if np.nanmax(size) > 20 * max(np.nanquantile(size, 0.75), 1e-12):
-                axes.set_yscale("log")  # what grows without bound would flatten the rest
-        grid[0, column].set(title=row.kernel, ylabel="K(z)")
-        grid[1, column].set(xlabel="score z", ylabel="slope K'(z)")
     for axes in grid.flat:
         plain_axes(axes)
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False)

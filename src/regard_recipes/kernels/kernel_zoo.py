@@ -31,8 +31,7 @@ def distinct_kernels() -> dict[str, Any]:
 
 def with_slope(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values of a function at the numbers x [n], and their derivatives."""
-    both: tuple[Tensor, Tensor] = torch.func.jvp(function, (x,), (torch.ones_like(x),))
-    return both
+    return torch.func.jvp(function, (x,), (torch.ones_like(x),))
 
 
 def drawn_scores(kernel: Any, config: "KernelZoo") -> tuple[float, float]:

@@ -105,7 +105,11 @@ def train_with_trainer(
     """Train a model; return the losses of each look, none after one that is not finite, and medians of step times."""
     device = next(model.parameters()).device
     schedule = TaskBudget(steps=options.steps)
-    optimizer = make_optimizer(model, rate, schedule.weight_decay)
+    # the trainer's own optimiser would keep the rate of memories fixed; recipes choose one for all weights
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices, others = ([w for w in weights if (w.dim() >= 2) == matrix] for matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": schedule.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.rate)
     windows = SampledWindows(
         material.train_tokens, context=options.context, steps=options.steps, per_step=options.batch, seed=seed
@@ -184,15 +188,6 @@ def global_generators(device: torch.device, seed: int) -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])  # noqa: NPY002
-
-
-def make_optimizer(model: nn.Module, rate: float, decay: float) -> torch.optim.Optimizer:
-    """Return AdamW with weight decay of matrices only. The trainer's own would keep the rate of memories fixed, but
-    recipes choose one learning rate for all weights."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    matrices, others = ([w for w in weights if (w.dim() >= 2) == matrix] for matrix in (True, False))
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
 
 
 def held_out_loss(model: nn.Module, tokens: Tensor, options: LanguageOptions) -> float:

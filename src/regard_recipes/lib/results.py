@@ -159,9 +159,8 @@ def read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]
 def unfinished_units(made: Recipe, journal: Journal) -> list[Unit]:
     """Return the cells that are still to be measured, all cells of one seed before those of the next."""
     done = {_key(line["cell"], line["seed"]) for line in journal.lines}
-    cells = [(cell, made.seeds_of(cell)) for cell in made.cells()]
-    most = max(count for _, count in cells)
-    units = [(cell, made.seed + offset) for offset in range(most) for cell, count in cells if offset < count]
+    units = [(cell, made.seed + offset) for cell in made.cells() for offset in range(made.seeds_of(cell))]
+    units.sort(key=lambda unit: unit[1])
     return [(cell, seed) for cell, seed in units if _key(plain(cell), seed) not in done]
 
 

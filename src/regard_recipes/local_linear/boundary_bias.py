@@ -84,8 +84,7 @@ def global_linear(x: Tensor, y: Tensor, at: Tensor) -> Tensor:
 def local(x: Tensor, y: Tensor, at: Tensor, h: float, degree: int) -> Tensor:
     """Predict by `regard.attention` of degree 0 or 1 with bandwidth h at `at`: -> [P, C]."""
     spec = Spec.parse(KERNEL + (f"*linear(ridge={RIDGE * h * h})" if degree else ""))
-    out: Tensor = attention(at[None, None], x[None, None], y[None, None], spec, scale=2 / h**2)
-    return out[0, 0]
+    return attention(at[None, None], x[None, None], y[None, None], spec, scale=2 / h**2)[0, 0]
 
 
 def bandwidths(estimator: str, dim: int, n: int) -> list[float]:

@@ -20,7 +20,8 @@ Apply = Callable[[Tensor], Tensor]
 Times = Callable[[Tensor, Tensor], Tensor]
 Data = tuple[Tensor, Tensor, Tensor]
 """q, k, v [T, D] of one head."""
-Scheme = Callable[[Tensor, Tensor, Tensor, float, Sequence[int]], Iterator[tuple[int, Tensor]]]
+Course = Iterator[tuple[int, Tensor]]
+Scheme = Callable[[Tensor, Tensor, Tensor, float, Sequence[int]], Course]
 """(q, k, v, ridge, steps) -> pairs of a step and the output [T, D] there."""
 GOAL, SHIFT = 1e-12, 1e-10
 
@@ -90,7 +91,7 @@ def floors_of(heads: Sequence[Data], ridges: Sequence[float]) -> dict[str, dict[
     return {"rounding": once, "floor": outputs(heads, ridges, torch.float32, product)}
 
 
-def iterates(apply: Apply, right: Tensor, steps: Sequence[int], guarded: bool = False) -> Iterator[tuple[int, Tensor]]:
+def iterates(apply: Apply, right: Tensor, steps: Sequence[int], guarded: bool = False) -> Course:
     """Run conjugate gradients for A x = `right` [T, D]: x after every one of `steps`."""
     x, r, d = torch.zeros_like(right), right, right
     square = first = dot(r, r)
@@ -112,7 +113,7 @@ def iterates(apply: Apply, right: Tensor, steps: Sequence[int], guarded: bool = 
             yield step, best if guarded else x
 
 
-def q_centred(q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+def q_centred(q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int]) -> Course:
     """Run the paper's algorithm (equations 10-16, algorithms 1 and 2 with their errata): Sigma = sum w (k - q)(k - q)^T
     from sums over k alone, o = sum w (1 - (k - q) . rho) v / delta. The ridge is relative to the total weight, as in
     the authors' code."""
@@ -129,9 +130,7 @@ def q_centred(q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int
         yield step, product(w * (1 - product(rho, k.T) + dot(rho, q)) / delta, v)
 
 
-def covariance(
-    q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int], moved: bool = False
-) -> Iterator[tuple[int, Tensor]]:
+def covariance(q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int], moved: bool = False) -> Course:
     """Run the covariance form, (C + ridge) t = q - kbar, o = sum p (1 + (k - kbar) . t) v; `moved`: the mean of all
     keys is taken off keys and queries first, but for the scores."""
     p, y, x, mean = centred(q, k, product, moved)

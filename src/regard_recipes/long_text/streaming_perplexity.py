@@ -139,9 +139,8 @@ class StreamingPerplexity(NamesRecipe, name="streaming-perplexity"):
         }  # fmt: skip
 
     def figures(self, results: Results) -> dict[str, bytes]:
-        rows = self.chosen(results, "document")
+        rows = self.chosen(results, "document").assign(rule=lambda rows: [RULES[r].meaning for r in rows["rule"]])
         rows = rows.groupby(["model", "seed", "rule", "text"], sort=False)["loss"].mean().reset_index()
-        rows = rows.assign(rule=rows["rule"].map(lambda name: RULES[name].meaning))
         made = {text: dots(select(rows, text=text), "loss", "model", "rule", x_label="nats per token",
                            title=f"{text} documents") for text in TEXTS}  # fmt: skip
         along = select(self.as_read(results, "segment", "fair"), text="long")

@@ -111,10 +111,9 @@ class Dispersion(Recipe, name="dispersion"):
         ])  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
-        fitted = f"Scales are fitted to a weight of {WEIGHT:g} at the fewest keys."
         titles = {"weight": "Weight of the right key", "error": "Squared error of retrieval, over the squared value",
                   "support": "Keys with a weight", "missed": "Share of queries whose key has no weight"}  # fmt: skip
-        note = f"± half the 95 % interval over memories. {fitted}"
+        note = f"± half the 95 % interval over memories. Scales are fitted to a weight of {WEIGHT} at the fewest keys."
         return {title: pivot(results.frame, ["kernel"], {"": interval(column)}, "keys", note=note)
                 for column, title in titles.items()}  # fmt: skip
 
