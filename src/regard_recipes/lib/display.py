@@ -72,8 +72,8 @@ def interval(column: str, digits: int = 3) -> ToText:
 
 
 def gap(column: str, base: Frame, digits: int = 3, ratio: bool = False, same: Sequence[str] = ()) -> ToText:
-    """Return a function that shows the mean less that of `base` (with `ratio` over it), paired by seed, ± half the 95 %
-    interval; nothing for rows of `base`. It is taken where it has the same values in the columns `same`."""
+    """Return a function that shows the mean less that of `base`, or with `ratio` over it, paired by seed, ± half the
+    95 % interval; nothing for rows of `base`, of which those with the same values in the columns `same` count."""
 
     def show(rows: Frame) -> str:
         other = select(base, **{name: rows[name].iloc[0] for name in same})

@@ -146,7 +146,7 @@ class Recipe(ABC):
         return resolve_device(self.device, call=self.call())
 
     def check(self) -> None:  # noqa: B027
-        """Raise an ArgumentError where an option is wrong, before anything is computed; `call()` may be left out."""
+        """Raise an ArgumentError, which need not name the recipe, for a wrong option, before anything is computed."""
 
     def prepare(self) -> Mapping[str, Any]:
         """Load what all cells share into attributes. Called once, in the main process.

@@ -210,7 +210,7 @@ def plain(value: Any) -> Any:
 
 
 def _grows(old: Any, new: Any) -> bool:
-    """Return whether an option is a larger number, or any where an earlier version had none, or has more names."""
+    """Return whether an option is a larger number (any if there was none), or has all former names and more."""
     if isinstance(new, int):
         return old is None or bool(new > old)
     return bool(old) and set(old) < set(new)
@@ -221,7 +221,7 @@ def _key(cell: Cell, seed: int) -> str:
 
 
 def check_out(out: Path, call: str, made_by: str = MADE_BY) -> Path:
-    """Check that a command may write to `out`, without changing anything; return `out` or what exists above it."""
+    """Check that a command may write to `out`, without changing anything; return it, or what exists above."""
     require(out.is_dir() or not out.exists(), call, f"--out {out} is a file; give a folder.")
     home = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     usable = home.is_dir() and os.access(home, os.W_OK | os.X_OK)

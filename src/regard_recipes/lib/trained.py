@@ -165,7 +165,7 @@ def estimate(made: Recipe) -> Any:
 
 
 def used(model: Any) -> int:
-    """Return the number of parameters that multiply every token: all but embeddings that are only read, and slots."""
+    """Return the number of parameters that multiply every token: without embeddings that are only read, and slots."""
     multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     read = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - multiplied
     memories = (ProductKeyMemory, FastWeightProductKeyMemory)
