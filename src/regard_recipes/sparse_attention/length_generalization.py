@@ -55,8 +55,7 @@ class LengthGeneralization(TaskRecipe, Sizes, name="length-generalization"):
 
     def test_tasks(self, name: str) -> Mapping[str, TokenTask]:
         task: Any = self.training_tasks()[name]
-        longest = task.most
-        return {str(n): replace(task, least=n * longest, most=n * longest) for n in self.factors}
+        return {str(n): replace(task, least=n * task.most, most=n * task.most) for n in self.factors}
 
     def claims(self, results: Results) -> list[Claim]:
         tests, claims = [str(n) for n in self.factors], []

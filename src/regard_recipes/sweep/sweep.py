@@ -1,23 +1,8 @@
 """Train models on a task over a grid of models, learning rates, task settings and seeds, given in one TOML file.
 
-[task]
-name = "mqar"               # a task, its setting and fields; a list is one axis of the grid
-setting = "quick"
-pairs = [2, 4]
-
-[train]
-seeds = 3
-rates = [1e-3, 3e-3]        # the rate is chosen for each model on the validation split
-steps = 1000
-metric = "accuracy"
-
-[model]                     # fields that all models share
-hidden_size = 64
-
-[models.softmax]            # one model: its own fields, and "kind", one of `regard list models`
-mixers = "softmax"
-[models.biweight]
-mixers = "biweight"
+docs/tasks.md has an example. [task] has the name, setting and fields of a task, of which a list is an axis of the grid;
+[train] options of `TRAIN` and the metric that chooses the rate; [model] fields that all models share; and [models.NAME]
+those of one model, with its "kind", one of `regard list models`.
 """
 
 import json
