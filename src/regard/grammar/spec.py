@@ -333,8 +333,7 @@ def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
             whole = "*".join(presets_registry.get(name).parts())
             raise ArgumentError(f"{name!r} is a preset, which stands alone; write its parts: {whole}.")
         if name in bandwidths or name in similarities:
-            kernel_first = f"a spec begins with its kernel: gaussian*{text}"
-            raise ArgumentError(f"{text!r} begins with {name!r}; {kernel_first}.")
+            raise ArgumentError(f"{text!r} begins with {name!r}; a spec begins with its kernel: gaussian*{text}.")
         what = "spec" if len(terms) == 1 else "kernel"
         raise ArgumentError(f"unknown {what} {name!r}.{suggestion(name, known)}")
     made: dict[str, Any] = {"kernel": instance_of(kernels, name, **arguments)}

@@ -92,26 +92,25 @@ def _linear(
     if spec.ridge_mode == "absolute":
         ridge = relative(ridge, spec.weighting.log_mass(stats, rows))  # type: ignore[attr-defined]
     given: Any = inputs.x, y, ridge, inputs.probe
-    signed: Tensor | None = None
-    solver: dict[str, Tensor] = {}
-    again: Tensor | None = None
-    if not unreadable(p):
-        signed, solver = _fitted(spec.solver, seen, p, *given)
-        again = lost(solver["status"])
-        if widest(p).dtype == p.dtype or inputs.probe is not None or not bool(again.any()):
-            return signed, solver
-        # Once more with zeros in these rows, which gives t = 0: gradients that are not used could be NaN.
-        x, weights = (z.masked_fill(again[..., None], 0) for z in (inputs.x, p))
-        signed, solver = _fitted(spec.solver, seen, weights, x, *given[1:])
-    weights = widest(p)
-    total = weights.sum(-1, keepdim=True)  # not quite 1, which would move the mean out of the span of the keys
-    weights = weights / torch.where(total > 0, total, 1)
-    exact = _fitted(spec.solver, seen, weights, *(widest(z) if isinstance(z, Tensor) else z for z in given))
-    wide = exact[0].to(p.dtype), {n: z if n == "status" else z.to(p.dtype) for n, z in exact[1].items()}
-    if signed is None or again is None:
-        return wide
-    merged = {name: torch.where(again, wide[1][name], z) for name, z in solver.items()}
-    return torch.where(again[..., None], wide[0], signed), merged
+
+    def exact() -> tuple[Tensor, dict[str, Tensor]]:
+        weights = widest(p)
+        total = weights.sum(-1, keepdim=True)  # not quite 1, which would move the mean out of the span of the keys
+        weights = weights / torch.where(total > 0, total, 1)
+        wide, found = _fitted(spec.solver, seen, weights, *(widest(z) if isinstance(z, Tensor) else z for z in given))
+        return wide.to(p.dtype), {n: z if n == "status" else z.to(p.dtype) for n, z in found.items()}
+
+    if unreadable(p):
+        return exact()
+    signed, solver = _fitted(spec.solver, seen, p, *given)
+    again = lost(solver["status"])
+    if widest(p).dtype == p.dtype or inputs.probe is not None or not bool(again.any()):
+        return signed, solver
+    # Once more with zeros in these rows, which gives t = 0: gradients that are not used could be NaN.
+    x, weights = (z.masked_fill(again[..., None], 0) for z in (inputs.x, p))
+    signed, solver = _fitted(spec.solver, seen, weights, x, *given[1:])
+    wide, found = exact()
+    return torch.where(again[..., None], wide, signed), {n: torch.where(again, found[n], z) for n, z in solver.items()}
 
 
 def _fitted(
