@@ -1,12 +1,12 @@
 """Diagnostics of rows of weights, from the row statistics of the weighting."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..grammar import RowStats, Spec
-from .visibility import Visibility
+from ..grammar import RowStats
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,12 @@ def counts(p: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def diagnose(
-    spec: Spec, stats: RowStats, support: Tensor, ess: Tensor, scale: float | Tensor, params: dict[str, float | Tensor],
-    visible: Visibility, weights: Tensor | None = None, solver: dict[str, Tensor] | None = None,
-    effective: Tensor | None = None, negative: Tensor | None = None,
+    inputs: Any, stats: RowStats, support: Tensor, ess: Tensor, *, weights: Tensor | None = None,
+    effective: Tensor | None = None, negative: Tensor | None = None, solver: dict[str, Tensor] | None = None,
 ) -> Diagnostics:  # fmt: skip
-    """Compute the diagnostics from row statistics [B, H, Tq, 1]; `params` are numbers or [B, H, Tq, 1]. The negative
-    mass [B, H, Tq] is computed from the weights unless given."""
-    theta = stats.theta
+    """Compute the diagnostics of a call from its `Inputs` and row statistics [B, H, Tq, 1]. The negative mass
+    [B, H, Tq] is computed from the weights unless given."""
+    spec, scale, params, theta = inputs.spec, inputs.scale, inputs.row_params(), stats.theta
     tau = theta / spec.bandwidth.power(spec.kernel, params) if spec.bandwidth.name == "adaptive" else theta
     per_row = scale[..., None] if isinstance(scale, Tensor) else scale
     edge = spec.similarity.squared_distance(theta / per_row).clamp(min=0).sqrt()
@@ -89,7 +88,7 @@ def diagnose(
         negative = negative_part(signed)
     elif negative is None and spec.weighting.nonnegative and (spec.kernel.nonnegative or "bias" not in params):
         negative = torch.zeros_like(theta[..., 0])
-    seen = visible.counts(theta.device)[..., None].clamp(min=1)
+    seen = inputs.visible.counts(theta.device)[..., None].clamp(min=1)
     tau, edge, support, ess, density = map(blank, (tau, edge, support, ess, support / seen))
     empty, fallback, status = (x[..., 0] for x in (stats.empty, stats.fallback, stats.status))
     rows = (tau, edge, support, ess, density, empty, fallback, status)

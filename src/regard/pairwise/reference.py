@@ -62,35 +62,31 @@ class Reference(Implementation):
             inputs = _with_hidden_key(inputs)
         spec, heads, visible = inputs.spec, inputs.q.shape[1], inputs.visible
         q, k, v = inputs.q, repeat_heads(inputs.k, heads), repeat_heads(inputs.v, heads)
-        rows = inputs.row_params()
-        alpha = rows.get("alpha")
+        alpha = inputs.params.get("alpha")
         if spec.degree == 0 and isinstance(alpha, Tensor) and alpha.requires_grad:
             # dL/dalpha is r^2 times a difference that cancels in float32
-            q, k, v, rows = widest(q), widest(k), widest(v), {**rows, "alpha": widest(alpha)}
+            q, k, v = widest(q), widest(k), widest(v)
+            inputs = replace(inputs, params={**inputs.params, "alpha": widest(alpha)})
         z = q @ k.transpose(-1, -2)
         seen = visible.block(0, visible.queries, 0, visible.keys, z.device)
         z = z if seen is None else torch.where(seen, z, -torch.inf)  # after the product: masked content has no effect
-        stats, p = spec.weighting.fit_weights(z, rows)
-        signed, solver = (p, None) if spec.degree == 0 else _linear(inputs, p, stats, rows, seen)
+        stats, p = spec.weighting.fit_weights(z, inputs.row_params())
+        signed, solver = (p, None) if spec.degree == 0 else _linear(inputs, p, stats, seen)
         if not inputs.diagnostics:
             return signed @ v, None
-        row = (*counts(p.detach()), inputs.scale, rows, visible)
         shown = (p, signed if spec.degree else None)
         weights, effective = shown if keys else (None if x is None else x[..., :0] for x in shown)
-        report = diagnose(
-            spec, replace(stats, theta=stats.theta.detach()), *row, weights=weights, solver=solver, effective=effective
-        )
+        stats = replace(stats, theta=stats.theta.detach())
+        report = diagnose(inputs, stats, *counts(p.detach()), weights=weights, solver=solver, effective=effective)
         return signed @ v, report
 
 
-def _linear(
-    inputs: Inputs, p: Tensor, stats: RowStats, rows: dict[str, float | Tensor], seen: Tensor | None
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _linear(inputs: Inputs, p: Tensor, stats: RowStats, seen: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the weights p (1 + e) of the values at degree 1, which can be negative, and statistics of the solver.
     Rows that float32 would round too much are computed in float64, and all if that cannot be read."""
     spec, ridge, y = inputs.spec, inputs.ridge, repeat_heads(inputs.y, inputs.q.shape[1])
     if spec.ridge_mode == "absolute":
-        ridge = relative(ridge, spec.weighting.log_mass(stats, rows))  # type: ignore[attr-defined]
+        ridge = relative(ridge, spec.weighting.log_mass(stats, inputs.row_params()))  # type: ignore[attr-defined]
     given: Any = inputs.x, y, ridge, inputs.probe
 
     def exact() -> tuple[Tensor, dict[str, Tensor]]:

@@ -226,8 +226,8 @@ class Blocked(Implementation):
         if inputs.spec.degree:
             *columns, negative = floats[..., FLOATS:SLOPE].unbind(-1)
             solver = {"status": flags[..., FLAGS], **dict(zip(STATISTICS, columns, strict=True))}
-        seen = (floats[..., 4:5], floats[..., 5:6], inputs.scale, inputs.row_params(), inputs.visible)
-        return out, diagnose(inputs.spec, unpack(*kept), *seen, solver=solver, negative=negative)
+        seen = floats[..., 4:5], floats[..., 5:6]
+        return out, diagnose(inputs, unpack(*kept), *seen, solver=solver, negative=negative)
 
 
 STEPS = 10

@@ -68,9 +68,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     if not inputs.diagnostics:
         return out, None
     floats, flags = kept[:2]
-    stats = unpack(floats, flags, flags[..., :0])
-    seen = (floats[..., 4:5], floats[..., 5:6], inputs.scale, inputs.row_params(), inputs.visible)
-    return out, diagnose(inputs.spec, stats, *seen)
+    return out, diagnose(inputs, unpack(floats, flags, flags[..., :0]), floats[..., 4:5], floats[..., 5:6])
 
 
 def _forward(

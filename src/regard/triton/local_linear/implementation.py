@@ -90,8 +90,7 @@ def _diagnose(inputs: Inputs, kept: list[Tensor]) -> Diagnostics:
     stats = RowStats(**given, empty=empty, fallback=torch.zeros_like(empty), status=blank.int(), index=None)
     steps, residual = statistics.unbind(-1)
     solver = {"status": status, "iterations": steps, "residual": residual, "jitter": torch.zeros_like(residual)}
-    seen = (support, ess, inputs.scale, inputs.row_params(), inputs.visible)
-    return diagnose(inputs.spec, stats, *seen, solver=solver, negative=negative[..., 0])
+    return diagnose(inputs, stats, support, ess, solver=solver, negative=negative[..., 0])
 
 
 def _forward(
