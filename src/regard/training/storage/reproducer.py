@@ -1,5 +1,7 @@
 """A step with numbers that are not finite: what is kept of it, and how to run it again."""
 
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from ...checks import ArgumentError
@@ -76,13 +77,14 @@ def first_non_finite(model: nn.Module, inputs: dict[str, Any]) -> str:
         if not torch.isfinite(gathered(parameter)).all():
             return f"parameter {name}"
     outputs: list[str] = []
-    names = {module: name for name, module in model.named_modules()}
 
-    def watch(module: nn.Module, args: Any, output: Any) -> None:
+    def watch(name: str, module: nn.Module, args: Any, output: Any) -> None:
         tensors = (x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point())
-        if module in names and not outputs and not all(torch.isfinite(x).all() for x in tensors):
-            outputs.append(f"output of {names[module] or 'the model'} ({type(module).__name__})")
+        if not outputs and not all(torch.isfinite(x).all() for x in tensors):
+            outputs.append(f"output of {name or 'the model'} ({type(module).__name__})")
 
-    with register_module_forward_hook(watch):
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():  # a hook for all modules would see outputs before other hooks do
+            hooks.enter_context(module.register_forward_hook(partial(watch, name)))
         model(**inputs)
     return outputs[0] if outputs else "the loss itself (every output of a module is finite)"
