@@ -225,7 +225,7 @@ def test_bad_calls(x):
     refuses(rf"hidden_states has shape \[{B}, 0, {C}\], expected \[B, T, {C}\] with T >= 1", layer(), x[:, :0])
     wide = torch.ones(1, T, D)
     refuses(rf"cos has shape \[1, {T}, {D}\], expected \[{B} or 1, {T}, R/2\]", layer(), x, (wide, wide))
-    refuses(rf"expected \[1, {T}, R/2\], as cos, with R at most the {D} channels", layer(), x[:1], (wide, wide))
+    refuses(rf"expected \[1, {T}, R/2\] for both cos and sin, with R at most {D}", layer(), x[:1], (wide, wide))
 
 
 @pytest.mark.parametrize("kind", ["rms", "l2"])

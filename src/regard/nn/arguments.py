@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..checks import ArgumentError, boolean_mask, on_device, refuse, require, shape, sizes, tensor, whole
 from ..precision import autocast
+from .attention.rotary import check_angles
 
 
 def is_plain(weight: Tensor) -> bool:
@@ -20,8 +21,7 @@ def as_input(x: Tensor, layer: nn.Linear) -> Tensor:
 
 
 def plain_linear(call: str, layer: nn.Module, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return matrix and bias of a linear layer, for computing with them directly on `device`; raise `ArgumentError` if
-    the matrix is quantised.
+    """Return matrix and bias of a linear layer, to compute with on `device`; raise `ArgumentError` if it is quantised.
 
     Those of a layer with an adapter, such as LoRA's, or with offloaded weights are read from its outputs, since
     `weight` lacks what the adapter adds, or is empty.
@@ -88,13 +88,7 @@ def check_positions(call: str, given: Any, like: Tensor, head_dim: int) -> None:
     name = "position_embeddings"
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise refuse(call, name, given, "None or (cos, sin) of rotary_angles")
-    batch, tokens = like.shape[:2]
-    for part, x in zip(("cos", "sin"), given, strict=True):
-        tensor(call, f"{name}: {part}", x, "B or 1", tokens, "R/2", like=like, of="the hidden state")
-        if (x.shape[0] != 1 and x.shape[0] != batch) or 2 * x.shape[2] > head_dim or x.shape != given[0].shape:
-            rows = "1" if batch == 1 else f"{batch} or 1"
-            expected = f"[{rows}, {tokens}, R/2], as cos, with R at most the {head_dim} channels of a head"
-            raise ArgumentError(f"{call}: {name}: {part} has shape {shape(x)}, expected {expected}.")
+    check_angles(f"{call}: {name}", (given[0], given[1]), (*like.shape[:2], head_dim), like, "the hidden state")
 
 
 def check_shared(
@@ -146,6 +140,11 @@ def positive_ints(call: str, **given: object) -> None:
     """Check every argument as `positive_int` does."""
     for name, value in given.items():
         positive_int(call, name, value)
+
+
+def described(**options: object) -> str:
+    """Return options as text for `extra_repr`, without those that are None or False."""
+    return ", ".join(f"{name}={given!r}" for name, given in options.items() if given is not None and given is not False)
 
 
 def columns_of(call: str, mask: Tensor, tokens: int, device: torch.device) -> Tensor:

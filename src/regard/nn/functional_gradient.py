@@ -24,10 +24,10 @@ from torch.autograd.function import once_differentiable
 from ..checks import ArgumentError, flags, floating, instance, one_of, optional_whole, refuse, require, shape, tensor
 from ..grammar import Spec, as_spec
 from ..precision import autocast, full_precision
-from .arguments import check_hidden, check_positions, positive_int, positive_ints
-from .attention.layer import Observer, Rotary
-from .attention.rotary import rotate
-from .attention.temperature import visible_counts
+from .arguments import check_hidden, check_positions, described, positive_int, positive_ints
+from .attention.fixed_cache import Seen
+from .attention.layer import Observer
+from .attention.rotary import in_heads
 from .hooks import HookPoint, observed_attention
 from .shifted_pairs import Pairs, pair_rows
 
@@ -98,8 +98,7 @@ class FunctionalGradient(nn.Module):
         self.hook_pattern, self.hook_out = HookPoint(), HookPoint()
 
     def extra_repr(self) -> str:
-        sizes = f"num_heads={self.num_heads}, head_dim={self.head_dim}"
-        return f"{sizes}, spec={str(self.spec)!r}, variant={self.variant!r}"
+        return described(num_heads=self.num_heads, head_dim=self.head_dim, spec=str(self.spec), variant=self.variant)
 
     def forward(
         self,
@@ -137,8 +136,8 @@ class FunctionalGradient(nn.Module):
         if pairs is not None:  # otherwise zero times a non-finite masked row would be NaN, also in gradients
             covariates = covariates.masked_fill(~pairs.real[..., None], 0)
             values = values.masked_fill(~pairs.visible[..., None], 0)
-        query = self._heads(self.q_proj(covariates), position_embeddings)
-        key = self._heads(self.k_proj(covariates), position_embeddings)
+        query = in_heads(self.q_proj(covariates), self.head_dim, position_embeddings)
+        key = in_heads(self.k_proj(covariates), self.head_dim, position_embeddings)
         first = 0
         if is_causal:
             pending = None if cache is None else cache.pending("key")
@@ -179,11 +178,6 @@ class FunctionalGradient(nn.Module):
             why = "value j follows covariate j, and the last covariate has no value yet"
             raise ArgumentError(f"{CALL}: {n} values for {rows} covariates, expected one less: {why}.")
 
-    def _heads(self, x: Tensor, position_embeddings: Rotary) -> Tensor:
-        """Return [B, H, R, D] for x [B, R, H D], rotated by the positions."""
-        x = x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        return x if position_embeddings is None else rotate(x, *position_embeddings)
-
     def _values(self, values: Tensor, last: int) -> Tensor:
         """Return what the heads average of the last values [B, n, E]: [B, H or 1, last, Dv]."""
         values = values[:, values.shape[1] - last :]
@@ -203,7 +197,7 @@ class FunctionalGradient(nn.Module):
         segments = None if pairs is None or pairs.segments is None else pairs.segments[:, 1:]
         how: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "segment_ids": segments}
         if self.average and not self.spec.weighting.normalised:  # 1 / the number of pairs that a row sees
-            how["share"] = 1 / visible_counts(query, key, **how).clamp_min(1).to(query.dtype)[..., None]
+            how["share"] = 1 / Seen(**how).counts(query, key).clamp_min(1).to(query.dtype)[..., None]
         value = value.expand(-1, self.num_heads, -1, -1)
         out, weights = observed_attention(self, query, key, value, output_attentions, **how)
         if weights is not None and mask is not None:  # a hook may have changed the weights of padding

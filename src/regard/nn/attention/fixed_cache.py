@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...checks import ArgumentError
-from ..arguments import columns_of, layer_of, require_growing
+from ...pairwise.visibility import Visibility, runs_of
+from ..arguments import columns_of
 
 
 class Seen(NamedTuple):
@@ -23,15 +24,12 @@ class Seen(NamedTuple):
     attn_mask: Tensor | None = None
     segment_ids: Tensor | None = None
 
-
-def fixed_layer(call: str, cache: Any, layer_idx: int) -> Any:
-    """Return the cache's layer if its length is fixed, as of `StaticLayer`, else None; refuse other padded caches."""
-    layer = layer_of(cache, layer_idx)
-    if hasattr(layer, "max_cache_len"):
-        return layer
-    if layer is None:
-        require_growing(cache, call)
-    return None
+    def counts(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return how many keys each query sees, int64 [B or 1, H or 1, Tq]."""
+        tokens, keys = query.shape[2], key.shape[2]
+        runs = None if self.segment_ids is None else runs_of(self.segment_ids)
+        visible = Visibility(tokens, keys, *self[:3], keys - tokens, mask=self.attn_mask, runs=runs)
+        return visible.counts(query.device)
 
 
 def visible_places(

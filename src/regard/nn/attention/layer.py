@@ -1,11 +1,11 @@
 """Causal multi-head self-attention with any attention spec.
 
-Shapes: B batch, T (or Tq) tokens in this call, Tk tokens so far, C model width, H query heads, Hkv key/value heads (H a
-multiple of Hkv), D channels of a head.
+Shapes: B batch, T (or Tq) tokens in this call, Tk tokens so far, C model width, H query heads, Hkv key/value heads (a
+divisor of H), D channels of a head.
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,29 +13,27 @@ from torch import Tensor, nn
 from ...checks import ArgumentError, broadcastable, choice, flags, number, optional_whole, refuse, segments, shape
 from ...grammar import Spec, as_spec
 from ...recurrent.linear import LinearState, finite_features, linear_attention
-from ..arguments import check_heads, check_hidden, check_positions, check_shared, check_window, columns_of, layer_of
+from .. import arguments as args
 from ..hooks import HookPoint, observed_attention
-from .fixed_cache import Seen, fixed_layer, visible_places
+from .fixed_cache import Seen, visible_places
 from .norm import QK_NORMS, HeadRMSNorm
 from .ridge import Ridge, RidgeProjection, as_ridge
-from .rotary import rotate
-from .temperature import Temperature, as_temperature, visible_counts
+from .rotary import Rotary, in_heads, rotate
+from .temperature import Temperature, as_temperature
 
 CALL = "nn.Attention"
 
 Observer = Callable[[int | None, Any], None]
-Rotary = tuple[Tensor, Tensor] | None
 
 
 def _check_cache_and_segments(cache: Any, segment_ids: Tensor | None, hidden_states: Tensor) -> None:
     """Check the type of the cache, and that segment ids fit the input and come without a cache."""
     if cache is not None and not callable(getattr(cache, "update", None)):
         raise refuse(CALL, "past_key_values", cache, "a cache with update(key, value, layer_idx), or None")
-    if segment_ids is not None:
-        if cache is not None:
-            why = "past_key_values, a cache that holds one document per row; leave one out"
-            raise ArgumentError(f"{CALL}: segment_ids were given with {why}.")
-        segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], hidden_states.device)
+    if cache is not None and segment_ids is not None:
+        why = "past_key_values, a cache that holds one document per row; leave one out"
+        raise ArgumentError(f"{CALL}: segment_ids were given with {why}.")
+    segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], hidden_states.device)
 
 
 class Attention(nn.Module):
@@ -104,13 +102,12 @@ class Attention(nn.Module):
         output_norm: bool = False,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.hidden_size, self.num_heads = hidden_size, num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         flags(CALL, bias=bias, share_query_key=share_query_key, exclude_self=exclude_self)
         flags(CALL, output_gate=output_gate, output_norm=output_norm)
-        self.hidden_size = hidden_size
-        self.head_dim = check_heads(CALL, hidden_size, num_heads, self.num_kv_heads, head_dim)
-        self.window = check_window(CALL, window)
+        self.head_dim = args.check_heads(CALL, hidden_size, num_heads, self.num_kv_heads, head_dim)
+        self.window = args.check_window(CALL, window)
         self.spec = as_spec(spec, CALL)
         self.temperature = as_temperature(temperature, CALL, "temperature")
         self.temperature.require(CALL, self.spec)
@@ -118,9 +115,8 @@ class Attention(nn.Module):
         self.ridge.require(CALL, self.spec)
         self.qk_norm = choice(CALL, "qk_norm", qk_norm, QK_NORMS)
         number(CALL, "norm_eps", norm_eps, low=0.0, strict=True)
-        check_shared(CALL, share_query_key, num_heads, self.num_kv_heads)
-        self.share_query_key = share_query_key
-        self.exclude_self = exclude_self
+        args.check_shared(CALL, share_query_key, num_heads, self.num_kv_heads)
+        self.share_query_key, self.exclude_self = share_query_key, exclude_self
         self.layer_idx: int | None = optional_whole(CALL, "layer_idx", layer_idx, 0)
         self.observer: Observer | None = None
         self.observe_weights = False
@@ -145,21 +141,15 @@ class Attention(nn.Module):
         self.ridge_proj = RidgeProjection(hidden_size, num_heads, self.head_dim, self.ridge) if learns else None
 
     def extra_repr(self) -> str:
-        options = {
-            "num_kv_heads": self.num_kv_heads if self.num_kv_heads != self.num_heads else None,
-            "head_dim": self.head_dim,
-            "spec": str(self.spec),
-            "window": self.window,
-            "temperature": None if self.temperature.neutral else str(self.temperature),
-            "qk_norm": self.qk_norm,
-            "ridge": None if self.ridge_proj is None else str(self.ridge),
-            "share_query_key": self.share_query_key or None,
-            "exclude_self": self.exclude_self or None,
-            "output_gate": True if self.gate_proj is not None else None,
-            "output_norm": True if self.out_norm is not None else None,
-        }
-        shown = [f"{name}={value!r}" for name, value in options.items() if value is not None]
-        return ", ".join([f"num_heads={self.num_heads}", *shown])
+        grouped = self.num_kv_heads if self.num_kv_heads != self.num_heads else None
+        temperature = None if self.temperature.neutral else str(self.temperature)
+        ridge = None if self.ridge_proj is None else str(self.ridge)
+        return args.described(
+            num_heads=self.num_heads, num_kv_heads=grouped, head_dim=self.head_dim, spec=str(self.spec),
+            window=self.window, temperature=temperature, qk_norm=self.qk_norm, ridge=ridge,
+            share_query_key=self.share_query_key, exclude_self=self.exclude_self,
+            output_gate=self.gate_proj is not None, output_norm=self.out_norm is not None,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -198,21 +188,20 @@ class Attention(nn.Module):
                 than a cache of fixed length has places for; a cache of states for a spec without a finite feature map,
                 or asked for the weights of earlier tokens.
         """
-        check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.k_proj)
-        check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
+        args.check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.k_proj)
+        args.check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
         flags(CALL, output_attentions=output_attentions)
         _check_cache_and_segments(past_key_values, segment_ids, hidden_states)
         query, key, value = self._project(hidden_states, position_embeddings)
-        sums = None if past_key_values is None else self._sums(past_key_values)
-        if sums is not None:
-            out, weights = self._attend_to_sums(sums, query, key, value, attention_mask, output_attentions)
+        layer = None if past_key_values is None else self._layer(past_key_values)
+        if hasattr(layer, "linear_state"):
+            out, weights = self._attend_to_sums(layer, query, key, value, attention_mask, output_attentions)
         else:
             seen = self.order
+            if hasattr(layer, "max_cache_len"):  # of fixed length, as `StaticLayer`
+                attention_mask = visible_places(CALL, layer, attention_mask, query.shape[2], seen, key.device)
+                seen = Seen()
             if past_key_values is not None:
-                fixed = fixed_layer(CALL, past_key_values, cast(int, self.layer_idx))  # checked by _sums
-                if fixed is not None:
-                    attention_mask = visible_places(CALL, fixed, attention_mask, query.shape[2], seen, key.device)
-                    seen = Seen()
                 key, value = self._append(past_key_values, key, value, seen)
             seen = Seen(*seen[:3], self._mask(attention_mask, query, key), segment_ids)
             local = self._local_params(hidden_states, position_embeddings)
@@ -223,8 +212,7 @@ class Attention(nn.Module):
         return self.hook_out(self.o_proj(heads)), weights
 
     def _local_params(self, hidden_states: Tensor, position_embeddings: Rotary) -> dict[str, Any]:
-        """Return parameters of a local linear spec that depend on the token: ridge [B, H, T, 1 or D], probe [B, H, T,
-        D]."""
+        """Return the parameters of a local linear spec by token: ridge [B, H, T, 1 or D], probe [B, H, T, D]."""
         params = {} if self.ridge_proj is None else {"ridge": self.ridge_proj(hidden_states)}
         if self.probed:
             params["probe"] = self._position(self.r_proj(hidden_states), "r", position_embeddings)
@@ -237,7 +225,7 @@ class Attention(nn.Module):
 
     def _project(self, hidden_states: Tensor, position_embeddings: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, H, T, D], keys and values [B, Hkv, T, D]; queries and keys may be one tensor."""
-        value = self.hook_v(self._heads(self.v_proj(hidden_states)))
+        value = self.hook_v(in_heads(self.v_proj(hidden_states), self.head_dim))
         key = self.hook_k(self._position(self.k_proj(hidden_states), "k", position_embeddings))
         if self.share_query_key:
             return key, key, value
@@ -245,23 +233,19 @@ class Attention(nn.Module):
 
     def _position(self, x: Tensor, part: str, position_embeddings: Rotary) -> Tensor:
         """Return queries, keys or probes [B, H, T, D], normalised and then rotated, for x [B, T, H D]."""
-        x = self._heads(x)
+        x = in_heads(x, self.head_dim)
         if self.qk_norm is not None:
             x = self.get_submodule(f"{part}_norm")(x)
         return x if position_embeddings is None else rotate(x, *position_embeddings)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """Return [B, heads, T, D] for x [B, T, heads * D]."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-    def _sums(self, cache: Any) -> Any:
-        """Return this layer's entry in the cache, with its linear-attention state; None for keys and values."""
+    def _layer(self, cache: Any) -> Any:
+        """Return this layer's entry in the cache, None if it has none, after checking that it suits the spec."""
         if self.layer_idx is None:
             raise ArgumentError(f"{CALL}: past_key_values: a cache was given to a layer without layer_idx; set it.")
-        layer = layer_of(cache, self.layer_idx)
-        if not hasattr(layer, "linear_state"):
-            return None
-        if self.window is not None or not finite_features(self.spec):
+        layer = args.layer_of(cache, self.layer_idx)
+        if layer is None:
+            args.require_growing(cache, CALL)
+        if hasattr(layer, "linear_state") and (self.window is not None or not finite_features(self.spec)):
             why = f"{self.spec} {'with a window ' if self.window else ''}needs keys and values"
             hint = "use a transformers.DynamicCache"
             raise ArgumentError(f"{CALL}: the cache holds sums at layer {self.layer_idx}, but {why}; {hint}.")
@@ -291,7 +275,6 @@ class Attention(nn.Module):
 
     def _append(self, cache: Any, key: Tensor, value: Tensor, order: Seen) -> tuple[Tensor, Tensor]:
         """Append to the cache; return all keys and values that it holds, [B, Hkv, Tk, D]."""
-        assert self.layer_idx is not None  # checked by _sums
         tokens = key.shape[2]
         key, value = cache.update(key, value, self.layer_idx)
         if order.is_causal:  # `visible_places` has checked a cache of fixed length
@@ -310,7 +293,7 @@ class Attention(nn.Module):
         if mask is None:
             return None
         (batch, heads, tokens, _), keys = query.shape, key.shape[2]
-        mask = columns_of(CALL, mask, keys, key.device)
+        mask = args.columns_of(CALL, mask, keys, key.device)
         # A cache with a window has dropped the oldest keys; the mask's last columns are those of the others.
         mask = mask[..., mask.shape[-1] - keys :]
         broadcastable(CALL, "attention_mask", mask, (batch, heads, tokens, keys))
@@ -330,7 +313,7 @@ class Attention(nn.Module):
         """Return the temperature as arguments of `regard.attention`."""
         n = None
         if self.temperature.counted:
-            n = visible_counts(query, key, **seen._asdict())
+            n = seen.counts(query, key)
             if state is not None:  # the last feature of every key is one, so that its sum counts the keys
                 n = n + state.keys[:, :1, -1:].long()
         learned = {name: getattr(self, name) for name in self.temperature.start()}

@@ -5,7 +5,7 @@ A rule is a frozen dataclass whose fields are numbers or words, registered under
 
 import re
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from ...checks import ArgumentError, number, shown, within
 from ...registry import Registry
@@ -31,7 +31,10 @@ class Rule:
         return f"{self.name}({text})" if text else self.name
 
 
-def as_rule(kind: type[Rule], registry: Registry[Any], given: object, call: str, argument: str, example: str) -> Any:
+R = TypeVar("R", bound=Rule)
+
+
+def as_rule(kind: type[R], registry: Registry[Any], given: object, call: str, argument: str, example: str) -> R:
     """Return a rule of `kind` as it is, or the one of `registry` that a text describes; `example` is a valid text."""
     return given if isinstance(given, kind) else within(call, argument, _read, registry, given, example)
 

@@ -1,8 +1,7 @@
 """Ridges: penalties on the slope of the local linear model, which may depend on the token (docs/layers.md).
 
-Equation 27 of Local Linear Attention (arXiv 2510.01450) computes the ridge of a token from its hidden state x, lambda =
-sigmoid(W x). Here W is [H r, C], with r = 1 value per head, or r = D, one per channel (as printed, [d, d_lambda] cannot
-multiply x), and a floor is added.
+Equation 27 of Local Linear Attention (arXiv 2510.01450) is lambda = sigmoid(W x), x the hidden state of a token. Here W
+is [H r, C], r = 1 (per head) or D (per channel), since [d, d_lambda] as printed cannot multiply x; a floor is added.
 
 Legend: B batch, H heads, T tokens, D channels of a head, C width of the hidden state.
 """
@@ -93,8 +92,7 @@ class LearnedRidge(Ridge):
 class LearnedRidgePerDimension(LearnedRidge):
     """As "learned", with one value per channel of a head, in the coordinates after rotation.
 
-    With rotary positions, predictions then depend on absolute positions: a rotation of all keys and queries changes
-    which directions have which ridge.
+    With rotary positions, predictions then depend on absolute positions, which decide what direction has which ridge.
     """
 
     def numbers(self, dim: int) -> int:
@@ -132,5 +130,4 @@ def as_ridge(given: str | Ridge, call: str = "as_ridge", argument: str = "given"
     Raises:
         ArgumentError: as in `as_temperature`.
     """
-    rule: Ridge = as_rule(Ridge, ridges, given, call, argument, "learned(start=0.5)")
-    return rule
+    return as_rule(Ridge, ridges, given, call, argument, "learned(start=0.5)")

@@ -1,7 +1,6 @@
 """Rotary position embeddings (RoPE, Su et al. 2021, arXiv:2104.09864).
 
-Each pair of channels is rotated by position times frequency, so that the dot product of query and key depends only on
-their distance.
+Each pair of channels is rotated by position times frequency: dot products of query and key depend only on distance.
 
 Shapes: B batch, H heads, T tokens, D channels of a head (even).
 """
@@ -10,6 +9,9 @@ import torch
 from torch import Tensor
 
 from ...checks import ArgumentError, is_integer, number, refuse, shape, tensor, whole
+
+Rotary = tuple[Tensor, Tensor] | None
+"""(cos, sin) of `rotary_angles`, each [B or 1, T, R/2] with R <= D; None for no positions."""
 
 
 def rotary_angles(
@@ -58,13 +60,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ArgumentError: shapes that do not fit.
     """
     tensor("rotate", "x", x, "B", "H", "T", "D")
-    for name, angle in (("cos", cos), ("sin", sin)):
-        tensor("rotate", name, angle, "B or 1", x.shape[2], "R/2", like=x, of="x", why=", T as in x")
-        fits = angle.shape[0] in (1, x.shape[0]) and 2 * angle.shape[2] <= x.shape[3]
-        if not fits or angle.shape[2] != cos.shape[2]:
-            batch = "1" if x.shape[0] == 1 else f"{x.shape[0]} or 1"
-            expected = f"[{batch}, {x.shape[2]}, R/2] for both cos and sin, with R at most {x.shape[3]}"
-            raise ArgumentError(f"rotate: {name} has shape {shape(angle)}, expected {expected}.")
+    check_angles("rotate", (cos, sin), (x.shape[0], x.shape[2], x.shape[3]), x, "x")
     rotated = 2 * cos.shape[-1]
     rest = x[..., rotated:]
     first, second = x[..., :rotated].chunk(2, dim=-1)
@@ -72,3 +68,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # Under autocast the angles keep the hidden states' wider dtype; queries and keys must not.
     parts = (first * cos - second * sin, second * cos + first * sin, *((rest,) if rest.shape[-1] else ()))
     return torch.cat(parts, dim=-1).to(x.dtype)
+
+
+def check_angles(call: str, angles: tuple[Tensor, Tensor], sizes: tuple[int, int, int], like: Tensor, of: str) -> None:
+    """Check that cos and sin are each [B or 1, T, R/2] with R <= D, for `sizes` (B, T, D), on the device of `like`."""
+    batch, tokens, dim = sizes
+    for name, x in zip(("cos", "sin"), angles, strict=True):
+        tensor(call, name, x, "B or 1", tokens, "R/2", like=like, of=of)
+        if (x.shape[0] != 1 and x.shape[0] != batch) or 2 * x.shape[2] > dim or x.shape[2] != angles[0].shape[2]:
+            rows = "1" if batch == 1 else f"{batch} or 1"
+            expected = f"[{rows}, {tokens}, R/2] for both cos and sin, with R at most {dim}, the channels of a head"
+            raise ArgumentError(f"{call}: {name} has shape {shape(x)}, expected {expected}.")
+
+
+def in_heads(x: Tensor, dim: int, positions: Rotary = None) -> Tensor:
+    """Return [B, heads, T, D] for x [B, T, heads D], rotated by positions."""
+    heads = x.unflatten(-1, (-1, dim)).transpose(1, 2)
+    return heads if positions is None else rotate(heads, *positions)

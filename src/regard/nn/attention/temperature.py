@@ -9,6 +9,7 @@ Legend: B batch, H heads, Tq queries.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from ...checks import ArgumentError, in_range, shape
 from ...grammar import Spec, presets
-from ...pairwise.visibility import Visibility, runs_of
 from ...registry import Registry
 from .layer_rules import Rule, as_rule
 
@@ -50,8 +50,7 @@ class Temperature(Rule):
         """Return the scale of the scores, for `regard.attention(..., scale=)`.
 
         Args:
-            n: number of visible keys, integers broadcastable to [B, H, Tq] (`Visibility.counts`); required if the rule
-                is `counted`.
+            n: number of visible keys, integers broadcastable to [B, H, Tq]; required if the rule is `counted`.
             default: the usual scale: 1/sqrt(D) for the dot product and the Euclidean similarity, 1 for the cosine.
             learned: the parameters of `start`, each [H]; None for their initial values.
 
@@ -74,9 +73,7 @@ class Temperature(Rule):
             if self.counted:
                 raise ArgumentError(f"{call}: n is missing, the number of keys that each row may see.")
             n = torch.ones(1, 1, 1)
-        dtype = torch.float32
-        for value in learned.values():
-            dtype = torch.promote_types(dtype, value.dtype)
+        dtype = reduce(torch.promote_types, (value.dtype for value in learned.values()), torch.float32)
         rows = {name: value.to(dtype)[None, :, None] for name, value in learned.items()}
         return default * self.multiplier(n.to(dtype).clamp_min(1), rows)
 
@@ -184,28 +181,10 @@ class PowerTemperature(Temperature):
         return learned["log_base"].exp() + learned["log_gain"].exp() * growth
 
 
-def visible_counts(
-    query: Tensor,
-    key: Tensor,
-    *,
-    is_causal: bool = False,
-    exclude_self: bool = False,
-    window: int | None = None,
-    attn_mask: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-) -> Tensor:
-    """Return how many keys each query sees, int64 [B or 1, H or 1, Tq]; arguments as of `regard.attention`."""
-    tokens, keys = query.shape[2], key.shape[2]
-    runs = None if segment_ids is None else runs_of(segment_ids)
-    visible = Visibility(tokens, keys, is_causal, exclude_self, window, keys - tokens, mask=attn_mask, runs=runs)
-    return visible.counts(query.device)
-
-
 def as_temperature(given: str | Temperature, call: str = "as_temperature", argument: str = "given") -> Temperature:
     """Return the rule `given`, or the one that its text describes: `log`, `fixed(value=2)`, `power(exponent=0.5)`.
 
     Raises:
         ArgumentError: an unknown rule or a wrong argument of one; the error names `call` and `argument`.
     """
-    rule: Temperature = as_rule(Temperature, temperatures, given, call, argument, "power(exponent=0.5)")
-    return rule
+    return as_rule(Temperature, temperatures, given, call, argument, "power(exponent=0.5)")

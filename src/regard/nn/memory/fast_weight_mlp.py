@@ -14,7 +14,7 @@ from torch import Tensor
 from ...checks import flag, within
 from ...memory.fast_weight_mlp import NAMES, FastMLPMemory, FastMLPState, fast_weight_mlp, flush
 from ...memory.fast_weights import mixed
-from ..arguments import positive_ints
+from ..arguments import described, positive_ints
 from ..memories import memory_layers
 from .projections import FastWeightLayer, Projected, Tokens
 
@@ -87,11 +87,11 @@ class FastWeightMLP(FastWeightLayer):
             torch.nn.init.uniform_(weight, -bound, bound)
 
     def extra_repr(self) -> str:
-        (inner, wide), (out, _) = self.gate.shape, self.down.shape
-        flags = {"shared": self.settings.shared, "frozen": self.frozen}
-        rest = "".join(f", {name}=True" for name, given in flags.items() if given)
-        sizes = f"in_dim={wide - 1}, hidden_dim={inner}, value_dim={out}, chunk_size={self.chunk_size}"
-        return f"{sizes}, learning_rate={self.settings.learning_rate}, target={self.settings.target!r}{rest}"
+        (inner, wide), (out, _), how = self.gate.shape, self.down.shape, self.settings
+        return described(
+            in_dim=wide - 1, hidden_dim=inner, value_dim=out, chunk_size=self.chunk_size,
+            learning_rate=how.learning_rate, target=how.target, shared=how.shared, frozen=self.frozen,
+        )  # fmt: skip
 
     def _remember(
         self, tokens: Tokens, inputs: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool

@@ -18,7 +18,7 @@ from ...memory.fast_weights import FastWeightState, SlotMemory, WriteRule, fast_
 from ...memory.product_key import weights_spec
 from ...one_node import one_node
 from ...precision import transformed
-from ..arguments import positive_int
+from ..arguments import described, positive_int
 from ..memories import memory_layers
 from ..memory_trace import MemoryObserver
 from .fast_weight_config import FastWeightConfig, as_dtype
@@ -142,13 +142,11 @@ class FastWeightProductKeyMemory(FastWeightLayer):
             setattr(self, name, held.copy_(fresh) if isinstance(held, nn.Parameter) else fresh.to(held))
 
     def extra_repr(self) -> str:
-        settings = self.settings
-        flags = {"shared": settings.shared, "resident": self.resident, "frozen": self.frozen}
-        rest = "".join(f", {name}=True" for name, given in flags.items() if given)
-        return (
-            f"slots={self.slots}, top_k={settings.top_k}, heads={self.heads}, chunk_size={self.chunk_size}, "
-            f"step_rule={settings.rule.name!r}{rest}"
-        )
+        how = self.settings
+        return described(
+            slots=self.slots, top_k=how.top_k, heads=self.heads, chunk_size=self.chunk_size, step_rule=how.rule.name,
+            shared=how.shared, resident=self.resident, frozen=self.frozen,
+        )  # fmt: skip
 
     def _remember(
         self, tokens: Tokens, inputs: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool

@@ -20,9 +20,8 @@ from ...pairwise.attention import attention, diagnosed_attention
 from ...precision import transformed
 from ...recurrent.states import State, require_state
 from ..arguments import as_input, check_heads, check_hidden, check_positions, columns_of, layer_of, positive_ints
-from ..attention.layer import Rotary
 from ..attention.norm import HeadRMSNorm
-from ..attention.rotary import rotate
+from ..attention.rotary import Rotary, in_heads
 from ..hooks import HookPoint
 from .projections import Tokens, clean_tokens
 
@@ -196,8 +195,8 @@ class LargeChunkTTT(nn.Module):
         value = self.v_proj(hidden)
         parts, where = (query, key, value), {"mask": mask, "segment_ids": segment_ids}
         read, fast = self._learn(hidden, parts, position_embeddings, tokens, layer, where)
-        query, key = (self._turned(x, position_embeddings) for x in (query, key))
-        pairs = (self.hook_q(query), self.hook_k(key), self.hook_v(self._turned(value, None)))
+        query, key = (in_heads(x, self.head_dim, position_embeddings) for x in (query, key))
+        pairs = (self.hook_q(query), self.hook_k(key), self.hook_v(in_heads(value, self.head_dim)))
         attended, weights, window = self._attend(pairs, tokens, layer, segment_ids, output_attentions)
         out = self.o_proj(attended.transpose(1, 2).flatten(2) + self.hook_read(read).flatten(2).to(attended.dtype))
         if layer is not None:
@@ -206,11 +205,6 @@ class LargeChunkTTT(nn.Module):
 
     def flush(self, state: LargeChunkState) -> LargeChunkState:
         return flush(state, self.settings)
-
-    def _turned(self, x: Tensor, positions: Rotary) -> Tensor:
-        """Split [B, T, C] into attention heads [B, H, T, C / H], rotated by their positions."""
-        heads = x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        return heads if positions is None else rotate(heads, *positions)
 
     def _learn(
         self, hidden: Tensor, parts: Parts, positions: Rotary, tokens: Tokens, layer: Any, where: dict[str, Any]
@@ -221,7 +215,8 @@ class LargeChunkTTT(nn.Module):
         query = silu(query.to(wide) * self.q_scale.to(wide) + self.q_shift.to(wide)).unflatten(-1, heads)
         key = silu(key.to(wide) * self.k_scale.to(wide) + self.k_shift.to(wide)).unflatten(-1, heads)
         units = (x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1e-5) for x in (query, key))
-        query, key = (self._turned(x.flatten(2), places).transpose(1, 2).flatten(2).unflatten(-1, heads) for x in units)
+        turned = (in_heads(x.flatten(2), self.head_dim, places).transpose(1, 2).flatten(2) for x in units)
+        query, key = (x.unflatten(-1, heads) for x in turned)
         rates = softplus(self.rate_proj(hidden).to(wide) + math.log(math.expm1(BASE_RATE)))
         share = None if self.momentum_proj is None else self.momentum_proj(hidden).to(wide).sigmoid()
         query = query.masked_fill(tokens.non_finite[..., None, None], torch.nan)

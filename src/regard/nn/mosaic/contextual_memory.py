@@ -24,8 +24,9 @@ from ...pairwise.attention import attention
 from ...recurrent.leaky import LeakyState
 from ...recurrent.states import State
 from ..arguments import check_heads, check_hidden
+from ..attention.fixed_cache import Seen
 from ..attention.layer import Observer
-from ..attention.temperature import Temperature, as_temperature, visible_counts
+from ..attention.temperature import Temperature, as_temperature
 from ..hooks import HookPoint, observed_attention
 from ..shifted_pairs import Pairs, pair_rows
 from .features import (
@@ -314,7 +315,7 @@ class ContextualMemory(PerHead):
         if not self.temperature.neutral:
             order = {name: each for name, each in arguments.items() if name != "params"}
             learned = {name: getattr(self, name) for name in self.temperature.start()}
-            factor = self.temperature.scale(visible_counts(query, key, **order), learned=learned)
+            factor = self.temperature.scale(Seen(**order).counts(query, key), learned=learned)
         if self.sharpness is None:
             if not self.temperature.neutral:
                 params = arguments["params"] or {}

@@ -5,8 +5,7 @@
 
 (sparse-attention paper, equation 10). A value looks one token ahead: a key encodes the tokens seen, its value the next
 one. Parametrisations and initial values are those of the released programs (Memory Mosaics, Zhang et al. 2025,
-github.com/facebookresearch/MemoryMosaics): parameters per head are stored divided by ten, so that one learning rate
-suits them and the matrices.
+github.com/facebookresearch/MemoryMosaics): parameters per head are stored divided by ten, to share a learning rate.
 
 Shapes: B batch, T tokens, C model width, H heads, D channels of a head.
 """
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...recurrent.leaky import LeakyState, leaky_average
+from ..attention.rotary import in_heads
 
 GAIN = 10.0
 """Factor of the parameters per head."""
@@ -41,11 +41,6 @@ def unit(x: Tensor, eps: float = 0.0) -> Tensor:
     tiny = torch.finfo(wide.dtype).tiny
     square = square.masked_fill(square < tiny, torch.inf)  # makes the output and all derivatives zero
     return (wide / (square.sqrt() + eps)).to(x.dtype)  # autograd cubes the result of rsqrt, which overflows
-
-
-def split_heads(x: Tensor, heads: int) -> Tensor:
-    """Return [B, H, T, D] for x [B, T, C]."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def without_hidden(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -96,9 +91,8 @@ def spread_rates(heads: int) -> Tensor:
 class KeyFeatures(PerHead):
     """Unit keys: the normalised leaky average of a projection, with a decay of |10 rate| nats per token and head.
 
-    `average` multiplies the sum by 1 - e^-rate, as the released programs do; it matters only if `eps` is not 0. `eps`
-    is added to the length that keys are divided by: 0 in the paper, 1e-6 and 1e-10 in released programs. Zero vectors
-    are safe with any value.
+    `average` multiplies the sum by 1 - e^-rate, as the released programs do; it matters only if `eps` is not 0. `eps`,
+    added to the length that keys are divided by, is 0 in the paper and 1e-6 or 1e-10 in released programs.
     """
 
     rate: Tensor
@@ -107,7 +101,7 @@ class KeyFeatures(PerHead):
         self, hidden_size: int, num_heads: int, head_dim: int, *, bias: bool, average: bool, eps: float
     ) -> None:
         super().__init__()
-        self.average, self.eps = average, eps
+        self.head_dim, self.average, self.eps = head_dim, average, eps
         self.proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
         self.add_numbers(num_heads, rate=spread_rates)
 
@@ -116,7 +110,7 @@ class KeyFeatures(PerHead):
     ) -> tuple[Tensor, LeakyState]:
         """Return unit keys [B, H, T, D] of x [B, T, C], which is zero at masked tokens, and the state after them; zero
         sums give zero keys. `state` is of the tokens before these; packed documents have separate averages."""
-        projected, rates = split_heads(self.proj(x), self.num_heads), (GAIN * self.rate).abs()
+        projected, rates = in_heads(self.proj(x), self.head_dim), (GAIN * self.rate).abs()
         how: Any = {"mask": mask, "segment_ids": segment_ids, "state": state, "average": self.average}
         leaky, after = leaky_average(projected, rates, **how)
         return unit(leaky, self.eps), after
@@ -134,7 +128,7 @@ class ValueFeatures(PerHead):
 
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int, *, bias: bool, look_ahead: str) -> None:
         super().__init__()
-        self.look_ahead = look_ahead
+        self.head_dim, self.look_ahead = head_dim, look_ahead
         self.proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
         self.add_numbers(num_heads, mix=torch.rand, scale=VALUE_START / GAIN)
 
@@ -142,7 +136,7 @@ class ValueFeatures(PerHead):
         """Return projections [B, H, T, D] of x [B, T, C]; or values [B, H, T, D], if x are the projections of tokens
         and `following` those of the tokens after them. Both are in forward, whose hooks load weights from a disk."""
         if following is None:
-            return split_heads(self.proj(x), self.num_heads)
+            return in_heads(self.proj(x), self.head_dim)
         mix = self.mix.to(x.dtype)[:, None, None]
         mixed = x + mix * following if self.look_ahead == "sum" else mix * x + (1 - mix) * following
         return unit(mixed) * (GAIN * self.scale).exp().to(x.dtype)[:, None, None]
