@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ..registry import Registry
 
 feed_forwards: Registry[Any] = Registry("feed-forward", "regard.feed_forwards")
-"""Name to class: `cls(hidden_size, intermediate_size)` is a module [B, T, C] -> [B, T, C], and `cls.width(C)` is its
-default inner width."""
+"""Name to class: `cls(hidden_size, intermediate_size)` maps [B, T, C] to [B, T, C]; `cls.width(C)` is F by default."""
 
 
 @feed_forwards.register("swiglu")

@@ -53,8 +53,7 @@ class FunctionalGradient(nn.Module):
 
     Attributes:
         observer, observe_weights: as in `regard.nn.Attention`; diagnostics are not divided by the number of pairs.
-        hook_pattern: sees the final weights [B, H, rows, n] and may replace them; while a hook is registered they are
-            computed densely.
+        hook_pattern: sees the final weights [B, H, rows, n], computed densely while it is hooked, and may replace them.
         hook_out: sees the update [B, R, E].
 
     Cost: scores cost H D per pair; "full" averages H E channels per pair, "wv" and "slice" E.

@@ -1,5 +1,4 @@
-"""The registry of memory layers, which `HybridConfig.memories` places at chosen depths of a model. A memory is one file
-in `memory/`.
+"""The registry of memory layers, one file each in `memory/`, which `HybridConfig.memories` places in a model.
 
 Shapes: B batch, T tokens, C model width.
 """
@@ -13,8 +12,7 @@ from ..registry import Registry
 
 
 class MemoryLayer(nn.Module):
-    """A module `cls(hidden_size, **options)` whose output is added to the residual stream
-    (docs/protocols/memory-layer.md).
+    """A module `cls(hidden_size, **options)`, added to the residual stream (docs/protocols/memory-layer.md).
 
     It is called with hidden [B, T, C], `mask` (boolean [B, T], true where a token is real; None: all), `state` (of the
     previous call, or None) and, if `honours_segments`, `segment_ids` (integers [B or 1, T], documents packed into a

@@ -1,7 +1,6 @@
 """Observers of memory layers: statistics of slots for training logs, and a trace of who wrote each slot.
 
-An observer is set as the `observer` of a memory layer, or of all layers of a model by `observed`. It receives every
-read and write, and changes nothing.
+An observer, `observer` of a memory layer or (by `observed`) of all in a model, sees reads and writes and changes none.
 
 Shapes: M memories, N = n^2 slots, P tokens of one chunk, K slots of a token, W writers kept of a slot, R reads.
 Positions count the real tokens of a row, from the start of its stream; rows are those of the batch.
@@ -27,8 +26,7 @@ class MemoryObserver(WriteObserver):
     """Base class of observers: every method does nothing, and a subclass overrides those it needs.
 
     Class attributes:
-        by_memory: whether it keeps notes on every memory from call to call; documents packed into a row are then
-            refused.
+        by_memory: whether it keeps notes on every memory from call to call; packed documents are then refused.
     """
 
     by_memory = False
@@ -157,8 +155,7 @@ class Retrieved(NamedTuple):
 
     def hits(self, tokens: Tensor) -> "Hits":
         """Return which writers wrote the token that really comes next, given `tokens`, integers [rows, T]: the stream
-        of every row without padding; negative: unknown. Raise ArgumentError if they are fewer rows or tokens than
-        were traced."""
+        of every row without padding; negative: unknown. Fewer rows or tokens than were traced raise ArgumentError."""
         places = ((self.row, self.writers.row), (self.position, self.writers.target))
         reach = [max((int(x.max()) for x in pair if x.numel()), default=-1) for pair in places]
         short = any(size <= most for size, most in zip(tokens.shape, reach, strict=False))
@@ -185,9 +182,8 @@ class Hits(NamedTuple):
     known: Tensor
 
     def rate(self, writers: int | None = None) -> float:
-        """Return the share of retrieved slots for which one of the last `writers` writers (None: all that were
-        kept; more raise ArgumentError) wrote the next token; slots without a writer are misses. NaN if no next token is
-        known."""
+        """Return the share of retrieved slots for which one of the last `writers` writers (None: all that were kept;
+        more raise ArgumentError) wrote the next token; no writer is a miss. NaN if no next token is known."""
         kept = self.hit.shape[2]
         if writers is not None:
             positive_int("Hits.rate", "writers", writers)
@@ -308,8 +304,7 @@ def observed(model: nn.Module, make: Callable[[int], Any] = SlotStatistics) -> I
 
 def memory_means(model: nn.Module, run: Callable[[], object]) -> dict[str, float]:
     """Return the statistics of all memories of `model` while `run()` runs, for a line of a log: means over the layers,
-    sums of counts (tokens, not_finite, reads); {} for a model without memories. Resident memories are restored
-    afterwards."""
+    sums of counts (tokens, not_finite, reads); {} for a model without memories. Resident memories stay as they were."""
     resident: list[Any] = [layer for layer in model.modules() if getattr(layer, "resident", False)]
     before = [layer.snapshot() for layer in resident]
     try:

@@ -180,8 +180,7 @@ class Attention(nn.Module):
             segment_ids: integers [B or 1, T] of packed documents: a token attends only to its own run of equal numbers.
 
         Returns:
-            Output [B, T, C], and weights [B, H, T, Tk] or None. With a window and a cache, Tk counts the tokens that
-            the cache still holds.
+            Output [B, T, C], and weights [B, H, T, Tk] or None. A cache with a window counts in Tk what it still holds.
 
         Raises:
             ArgumentError: a wrong rank, dtype or shape; a cache without `layer_idx`, or with `segment_ids`; more tokens

@@ -18,8 +18,7 @@ from ..arguments import positive_int
 
 @dataclass(frozen=True)
 class SlotTable:
-    """Size of the slot table, and how a query selects slots; top_k, score, spec and idw_eps are as top_k, score, spec
-    and eps of `SlotMemory`."""
+    """Size of the slot table, and how a query selects slots: top_k, score, spec and idw_eps (eps) of `SlotMemory`."""
 
     sub_keys: int = 512  # n; the table has n^2 slots
     key_dim: int = 512  # Dk, the width of a query and a key; even
@@ -34,8 +33,9 @@ class SlotTable:
         call = "SlotTable"
         for name in ("sub_keys", "key_dim", "value_dim", "heads"):
             positive_int(call, name, getattr(self, name))
-        require(self.key_dim % 2 == 0, call, f"key_dim is {self.key_dim}, expected an even number.")
-        within(call, f"sub_keys is {self.sub_keys}", require_top_k, call, self.top_k, self.sub_keys)
+        halves = f"key_dim is {shown(self.key_dim)}, expected an even number: a key has two halves."
+        require(self.key_dim % 2 == 0, call, halves)
+        within(call, f"sub_keys is {shown(self.sub_keys)}", require_top_k, call, self.top_k, self.sub_keys)
         slot_scores.given(call, "score", self.score)
         weights_spec(call, self.spec)
         object.__setattr__(self, "idw_eps", check_eps(call, "idw_eps", self.idw_eps))
@@ -56,8 +56,7 @@ class MemoryStore:
 
     Args:
         shared: one memory for the whole batch, whose tokens form one chunk; otherwise one for each row.
-        learn_initial: make the first keys and values parameters, which learn from the gradient through reads and
-            writes.
+        learn_initial: the first keys and values are parameters, which learn by the gradient through reads and writes.
         resident: (needs `shared`) keep the memory in the module, in training and evaluation, as the released program
             does: a call without a state continues from what the last call left.
         storage, impl, sync: as in `SlotMemory`; the dtype may be given by its name.

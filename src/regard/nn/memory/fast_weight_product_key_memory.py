@@ -1,5 +1,4 @@
-"""A memory layer of n^2 slots that is written while it is read: Fast-weight Product Key Memory (FwPKM;
-arXiv:2601.00671, section 3).
+"""A memory layer of n^2 slots, written while read: Fast-weight Product Key Memory (FwPKM; arXiv:2601.00671, section 3).
 
 Shapes: B batch, T tokens, C model width, H heads, n sub-keys of a half, N = n^2 slots, k slots read by a head, Dk width
 of a query (two halves), Dv of a value.
@@ -123,8 +122,8 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         self._draw(seed)
 
     def reset(self) -> None:
-        """Set a resident memory back to the keys and values that the layer was made with. Do nothing if the memory is
-        not resident, since then the caller holds the state."""
+        """Set a resident memory back to the keys and values that the layer was made with. For another do nothing: the
+        caller holds its state."""
         self._held = None
         if self.resident:
             self._draw(int(self.seed))
@@ -209,8 +208,7 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         observer.on_tokens(inputs.gate, tokens.counted, tokens.non_finite)
 
     def flush(self, state: FastWeightState) -> FastWeightState:
-        """Return the state with its waiting tokens written, at the end of a document or before a question about it. A
-        frozen memory writes nothing."""
+        """Return the state with its waiting tokens written (none if frozen), as at the end of a document."""
         return state if self.frozen else flush(state, self.settings, observer=self.observer)
 
     @torch.inference_mode(False)
@@ -235,14 +233,12 @@ class FastWeightProductKeyMemory(FastWeightLayer):
     def restore(self, snapshot: tuple[Tensor, Tensor, FastWeightState | None]) -> None:
         """Set a resident memory back to what `snapshot` returned. Raise ArgumentError if that was taken from a
         memory of another shape, or if this one is not resident."""
-        require(self.resident, f"{CALL}.restore", "only a resident memory keeps something; pass the state instead.")
-        keys, values, held = snapshot
-        for name, tensor in (("keys", keys), ("values", values)):
-            buffer = getattr(self, name)
-            if tensor.shape != buffer.shape:
-                why = f"this memory {shape(buffer)}; take it from a memory of these sizes"
-                raise ArgumentError(f"{CALL}.restore: the snapshot has {name} {shape(tensor)}, but {why}.")
-        self.keys, self.values, self._held = keys, values, held
+        call = f"{CALL}.restore"
+        require(self.resident, call, "only a resident memory keeps something; pass the state instead.")
+        for name, tensor, held in zip(("keys", "values"), snapshot, (self.keys, self.values), strict=False):
+            why = f"this memory {shape(held)}; take it from a memory of these sizes"
+            require(tensor.shape == held.shape, call, f"the snapshot has {name} {shape(tensor)}, but {why}.")
+        self.keys, self.values, self._held = snapshot
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FastWeightProductKeyMemory":
         self._settle()  # so that the current memory is moved or converted

@@ -1,5 +1,4 @@
-"""A token mixer of window attention and fast weights: LaCT (Test-Time Training Done Right, Zhang et al. 2025,
-arXiv:2505.23884, the language model).
+"""A token mixer of window attention and fast weights: the language model of LaCT (Zhang et al. 2025, arXiv:2505.23884).
 
 Shapes: B batch, T new tokens, Tk new and cached tokens, C model width, H attention heads, Hf heads of
 fast weights, D = C / Hf channels of one, F width of its inner layer, W window.
@@ -80,8 +79,8 @@ class LargeChunkTTT(nn.Module):
 
     Parameters: 4 C^2 + 3 C F + 4 C + 5 Hf (C + 1) + D with momentum; with C = 768, Hf = 4, F = D they are 2,820,308.
 
-    A token whose hidden state is not finite gets the output NaN and keeps its place, but it is neither attended to nor
-    learned from; `regard.checks.debug` raises.
+    A token that is not finite gets NaN and keeps its place, but is not attended to or learned from; under
+    `regard.checks.debug` it is an error.
 
     Raises:
         ArgumentError: sizes that do not divide, numbers out of range, or an unknown optimizer.
@@ -166,17 +165,14 @@ class LargeChunkTTT(nn.Module):
 
         Args:
             hidden_states, position_embeddings, output_attentions: as in `nn.Attention.forward`.
-            attention_mask: boolean [B, Tk] over all tokens so far (the last T columns are the new ones), true where a
-                token is real.
-            past_key_values: a cache whose `layers[layer_idx]` holds two states, `window_state` (`WindowState`) and
-                `fast_state` (`LargeChunkState`), None before the first token. They are replaced, the only change in
-                place.
+            attention_mask: boolean [B, Tk] over all tokens so far, the new ones last; true where a token is real.
+            past_key_values: a cache whose `layers[layer_idx]` holds two states, None before the first token, which are
+                replaced: `window_state` (`WindowState`) and `fast_state` (`LargeChunkState`).
             segment_ids: integers [B or 1, T]: a change begins a new document, which sees no earlier one. The first
                 document continues from the cache.
 
         Returns:
-            (output [B, T, C], 0 at padding, weights [B, H, T, Tk] or None; Tk counts the keys in the window state and
-            the new ones).
+            (output [B, T, C], 0 at padding, weights [B, H, T, Tk] or None; here Tk counts cached and new keys).
 
         Raises:
             ArgumentError: wrong rank, dtype or shape; a mask of pairs; a cache without a place for the two states.
@@ -275,10 +271,9 @@ class LargeChunkTTT(nn.Module):
         if self.layer_idx is None:
             raise ArgumentError(f"{CALL}: past_key_values was given to a layer without layer_idx; set it.")
         layer = layer_of(cache, self.layer_idx)
-        if not hasattr(layer, "window_state") or not hasattr(layer, "fast_state"):
-            hint = "no place for window and fast weights; use the model's new_cache()"
-            held = f"past_key_values holds a {type(layer).__name__} at layer {self.layer_idx}"
-            raise ArgumentError(f"{CALL}: {held}, {hint}.")
+        held = f"past_key_values holds a {type(layer).__name__} at layer {self.layer_idx}, no place for window and fast"
+        fits = hasattr(layer, "window_state") and hasattr(layer, "fast_state")
+        require(fits, CALL, f"{held} weights; use the model's new_cache().")
         return layer
 
 

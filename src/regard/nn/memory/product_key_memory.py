@@ -7,26 +7,27 @@ Of token t with the hidden state h_t:
     q = norm(W_q h + b_q), H heads;   of each head the k best of n^2 slots and their weights (equations 5-8)
     out = W_o (p * silu(W_s h + b_s)) + b_o,   p the sum of all heads' weighted values (equation 9)
 
-Shapes: B batch, T tokens, C model width, H heads, n sub-keys of a half, N = n^2 slots, k slots of a head, Dk width of a
-key, Dv of a value.
+Shapes: B batch, T tokens, C model width, H heads, n sub-keys of a half, N = n^2 slots, k slots of a head, Dk and Dv
+widths of a key and a value.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...checks import flags, number, one_of, require, shown, within
+from ...checks import flags, number, one_of, within
 from ...grammar import Spec
-from ...memory.product_key import product_key_search, require_top_k, slot_scores, slot_weights, weights_spec
+from ...memory.product_key import product_key_search, slot_weights, weights_spec
 from ...memory.stores.slot_sums import slot_sums
 from ...precision import autocast
-from ..arguments import check_hidden, positive_ints
+from ..arguments import check_hidden, positive_int
 from ..hooks import HookPoint
 from ..memories import MemoryLayer, memory_layers
+from .fast_weight_config import SlotTable
 from .projections import clean_tokens
 
 CALL = "nn.ProductKeyMemory"
-QUERY_NORMS = ("rms", "batch", "none")
+QUERY_NORMS: dict[str, type[nn.Module]] = {"rms": nn.RMSNorm, "batch": nn.BatchNorm1d, "none": nn.Identity}
 
 
 @memory_layers.register("pkm")
@@ -38,8 +39,8 @@ class ProductKeyMemory(MemoryLayer):
         key_dim: Dk, for each head; even.
         heads: H; all read the same values.
         top_k: k, slots that a head reads; at most n.
-        query_norm: "rms" (over all heads, with a gain), "batch" (batch norm over all real tokens, as in the first
-            paper; not causal in training) or "none".
+        query_norm: "rms" (over all heads, with a gain), "none", or "batch" (batch norm over all real tokens, as in the
+            first paper; not causal in training).
         swilu: gate the output by silu of a projection of the hidden state.
         score: of a half query and a sub-key: "dot" or "idw".
         spec: turns the scores of a head's slots into weights: a normalised, non-negative `Spec` of degree 0.
@@ -81,23 +82,15 @@ class ProductKeyMemory(MemoryLayer):
         eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        positive_ints(
-            CALL, hidden_size=hidden_size, sub_keys=sub_keys, key_dim=key_dim, value_dim=value_dim, heads=heads
-        )
-        require(key_dim % 2 == 0, CALL, f"key_dim is {shown(key_dim)}, expected an even number: a key has two halves.")
-        within(CALL, f"sub_keys is {shown(sub_keys)}", require_top_k, CALL, top_k, sub_keys)
+        positive_int(CALL, "hidden_size", hidden_size)
+        within(CALL, None, SlotTable, sub_keys, key_dim, value_dim, heads, top_k, score, spec)  # checks them
         number(CALL, "eps", eps, low=0.0, strict=True)
         flags(CALL, swilu=swilu, bias=bias, sparse_grad=sparse_grad)
         one_of(CALL, "query_norm", query_norm, QUERY_NORMS)
-        slot_scores.given(CALL, "score", score)
         self.hidden_size, self.heads, self.top_k = hidden_size, heads, top_k
         self.score, self.spec, self.sparse_grad = score, weights_spec(CALL, spec), sparse_grad
         self.q_proj = nn.Linear(hidden_size, heads * key_dim, bias=bias)
-        self.q_norm: nn.Module = nn.Identity()
-        if query_norm == "rms":
-            self.q_norm = nn.RMSNorm(heads * key_dim, eps=eps)
-        elif query_norm == "batch":
-            self.q_norm = nn.BatchNorm1d(heads * key_dim, eps=eps)
+        self.q_norm = QUERY_NORMS[query_norm](heads * key_dim, eps=eps)
         self.gate_proj = nn.Linear(hidden_size, value_dim, bias=bias) if swilu else None
         self.out_proj = nn.Linear(value_dim, hidden_size, bias=bias)
         self.keys = nn.Parameter(torch.empty(heads, 2, sub_keys, key_dim // 2))
@@ -127,8 +120,7 @@ class ProductKeyMemory(MemoryLayer):
         Raises:
             ArgumentError: shapes or dtypes that do not fit.
 
-        Cost: O(T H (n Dk + k Dv)) time beside the projections; O(T H (n + k Dk)) memory, since selected values are not
-        stored.
+        Cost: O(T H (n Dk + k Dv)) time beside the projections; O(T H (n + k Dk)) memory: no selected value is stored.
         """
         tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
         check_hidden(CALL, "hidden", hidden, self.hidden_size, self.q_proj)

@@ -309,8 +309,8 @@ class ContextualMemory(PerHead):
         return observed_attention(self, query, key, value, output_attentions, columns=columns, **arguments)
 
     def _sharpen(self, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Add beta^2 and the temperature to the arguments of `regard.attention`; return queries and keys, of length
-        beta if the scores have no scale."""
+        """Add beta^2 and the temperature to the arguments of attention; return queries and keys, of length beta if the
+        scores have no scale."""
         factor: float | Tensor = 1.0
         if not self.temperature.neutral:
             order = {name: each for name, each in arguments.items() if name != "params"}
