@@ -22,21 +22,8 @@ from transformers.utils import can_return_tuple
 from ...checks import ArgumentError, instance, integers, refuse, require
 from ...nn.arguments import require_growing
 from ...nn.hooks import HookPoint
-from . import packing
-from .arguments import (
-    CACHE,
-    CACHE_NAMES,
-    IGNORED,
-    columns,
-    counted,
-    key_mask,
-    not_predicted,
-    one_cache,
-    outside,
-    positions_kept,
-    refuse_misspelt,
-    token_positions,
-)
+from . import arguments, packing
+from .arguments import CACHE, CACHE_NAMES, IGNORED
 from .base_config import RegardConfig
 from .cache_layers import fixed_length, tokens_cached
 from .loading import RegardPreTrainedModel
@@ -98,16 +85,16 @@ class RegardModel(RegardPreTrainedModel):
         **packed: Any,
     ) -> BaseModelOutputWithPast:
         """Return hidden states [B, T, C] after the last norm; arguments and errors as in `RegardForCausalLM`."""
-        given = one_cache(self.call, cache, past_key_values)
+        given = arguments.one_cache(self.call, cache, past_key_values)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         hidden_wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         embedded = self._embed(input_ids, inputs_embeds)
         cache = self._cache(given, use_cache, pairs=bool(output_attentions))
         past, (batch, tokens) = tokens_cached(cache), embedded.shape[:2]
         least = tokens if isinstance(past, Tensor) else past + tokens
-        mask = key_mask(self.call, attention_mask, batch, least, fixed_length(cache))
-        positions = token_positions(self.call, position_ids, mask, past, embedded)
-        real = None if mask is None else columns(mask, past, tokens)
+        mask = arguments.key_mask(self.call, attention_mask, batch, least, fixed_length(cache))
+        positions = arguments.token_positions(self.call, position_ids, mask, past, embedded)
+        real = None if mask is None else arguments.columns(mask, past, tokens)
         packed["segment_ids"] = segment_ids
         documents = Documents.of(self.call, (batch, tokens), real, position_ids, packed)
         segments = None
@@ -146,24 +133,23 @@ class RegardModel(RegardPreTrainedModel):
         try:
             return self.embed_tokens(input_ids)
         except IndexError:  # raised on the CPU; checking beforehand would wait for an accelerator
-            raise ArgumentError(outside(self.call, input_ids, self.config.vocab_size)) from None
+            raise ArgumentError(arguments.outside(self.call, input_ids, self.config.vocab_size)) from None
 
     def _cache(self, cache: Cache | None, use_cache: bool | None, *, pairs: bool) -> Cache | None:
         """Return the cache to fill: the given one, a new one or None.
 
         The default is None in training, where nothing reads it and recomputation would fill it twice, and in exports.
         """
+        asked = cache is not None or bool(use_cache)
         if torch.compiler.is_exporting():
-            exported = "a cache cannot be exported; leave cache and use_cache out."
-            require(cache is None and not use_cache, self.call, exported)
+            require(not asked, self.call, "a cache cannot be exported; leave cache and use_cache out.")
             return None
-        if cache is not None:
-            instance(self.call, "cache", cache, Cache, "a transformers Cache")
-        if self.gradient_checkpointing and self.training and (cache is not None or use_cache):
+        if self.gradient_checkpointing and self.training:
             given = "use_cache=True" if cache is None else "cache"
             where = "with gradient checkpointing in training; call model.eval() or leave it out"
-            raise ArgumentError(f"{self.call}: {given} cannot be used {where}.")
+            require(not asked, self.call, f"{given} cannot be used {where}.")
         if cache is not None:
+            instance(self.call, "cache", cache, Cache, "a transformers Cache")
             if not self.fixed_caches:
                 require_growing(cache, self.call)
             return cache
@@ -194,9 +180,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
     - attention_mask: [B, N] over all tokens so far, boolean, integer or 0.0 and 1.0, nonzero where a token is real.
       Masked tokens affect no other token, in values and in gradients.
     - position_ids: [B, T]; default: the number of real tokens before each.
-    - cache: a cache from an earlier call, which is extended. Models with attention in every layer also take one of
-      fixed length, such as transformers' `StaticCache`. `past_key_values`, its name before transformers 5.24, means
-      the same.
+    - cache: a cache from an earlier call, which is extended; `past_key_values` is its name before transformers 5.24.
+      Models with attention in every layer also take one of fixed length, such as transformers' `StaticCache`.
     - labels: [B, T], the tokens themselves (they are shifted here), -100 where none is predicted. Masked tokens are
       neither predicted nor predicted from. The loss is 0 if no token is predicted.
     - use_cache: fill a new cache; default: the configuration's value, and False in training.
@@ -230,7 +215,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             ArgumentError: an empty prompt, one longer than `max_position_embeddings`, tokens out of the vocabulary,
                 or a row that is all padding.
         """
-        cache = one_cache(f"{type(self).__name__}.generate", *(kwargs.pop(name, None) for name in CACHE_NAMES))
+        call = f"{type(self).__name__}.generate"
+        cache = arguments.one_cache(call, *(kwargs.pop(name, None) for name in CACHE_NAMES))
         if cache is not None:
             kwargs[CACHE] = cache
         tokens = kwargs.get("input_ids") if inputs is None else inputs
@@ -249,10 +235,9 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
                 mask = tokens != pad  # as transformers will infer
             self._check_prompt(tokens, prompt, mask)
         elif special("bos_token_id") is None:
-            missing = "there is nothing to continue; give input_ids, or a bos_token_id"
-            raise ArgumentError(f"{type(self).__name__}.generate: {missing}.")
-        early = "assistant_early_exit is not supported: these models run all their layers; give an assistant_model"
-        require(special("assistant_early_exit") is None, f"{type(self).__name__}.generate", f"{early}.")
+            raise ArgumentError(f"{call}: there is nothing to continue; give input_ids, or a bos_token_id.")
+        early = "assistant_early_exit is not supported: these models run all their layers; give an assistant_model."
+        require(special("assistant_early_exit") is None, call, early)
         return super().generate(inputs, *args, **kwargs)
 
     def _check_prompt(self, tokens: Tensor | None, prompt: Tensor, mask: Tensor | None) -> None:
@@ -268,7 +253,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         require(prompt.shape[1] <= context, call, f"{long}; {hint}.")
         vocabulary = self.config.vocab_size
         if tokens is not None and (tokens.is_floating_point() or ((tokens < 0) | (tokens >= vocabulary)).any()):
-            raise ArgumentError(outside(call, tokens, vocabulary))
+            raise ArgumentError(arguments.outside(call, tokens, vocabulary))
         if mask is not None and mask.dim() == 2 and not (mask != 0).any(-1).all():
             rows = (mask == 0).all(-1).nonzero().flatten().tolist()
             raise ArgumentError(f"{call}: row {rows[0]} of the prompt is all padding; leave it out or give it a token.")
@@ -297,7 +282,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         mask = model_kwargs.get("attention_mask")
         if mask is None:
             return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
-        return counted(mask != 0)
+        return arguments.counted(mask != 0)
 
     @staticmethod
     def create_masks_for_generate(
@@ -311,7 +296,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         """Extend a mask [B, N] to the length of the cache, for `generate`, so that its shape stays equal."""
         if attention_mask is None:
             return None
-        places = fixed_length(one_cache("generate", cache, past_key_values))
+        places = fixed_length(arguments.one_cache("generate", cache, past_key_values))
         return F.pad(attention_mask, (0, max(places - attention_mask.shape[1], 0)))
 
     @can_return_tuple
@@ -337,14 +322,14 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             ArgumentError: a wrong rank, dtype or shape, an empty sequence, a cache of another kind, or, on a CPU,
                 tokens outside the vocabulary (elsewhere torch raises its own error).
         """
-        cache = one_cache(type(self).__name__, cache, past_key_values)
+        cache = arguments.one_cache(type(self).__name__, cache, past_key_values)
         packed = packing.take({"segment_ids": segment_ids}, kwargs)
-        refuse_misspelt(type(self).__name__, kwargs)
+        arguments.refuse_misspelt(type(self).__name__, kwargs)
         outputs = self.model(
             input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache,
             output_attentions, output_hidden_states, return_dict=True, **packed,
         )  # fmt: skip
-        kept = positions_kept(type(self).__name__, logits_to_keep, labels)
+        kept = arguments.positions_kept(type(self).__name__, logits_to_keep, labels)
         logits = self.unembed["hook_out"](self.lm_head(outputs.last_hidden_state[:, kept]))
         loss = None
         if labels is not None:
@@ -366,7 +351,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         if labels.shape[1] == 1 and shifted is None:
             nothing = "labels of one position leave nothing to predict; a token is predicted from those before it"
             raise ArgumentError(f"{call}: {nothing}.")
-        excluded = not_predicted(mask, documents, labels.shape[1])
+        excluded = arguments.not_predicted(mask, documents, labels.shape[1])
         labels = labels if excluded is None else labels.masked_fill(excluded, ignored)
         predicted = labels[:, 1:]
         if shifted is not None:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from ... import Spec, __version__
 from ...checks import ArgumentError, closest, flags, number, refuse, require, suggestion, whole
 from ...grammar import as_spec
-from ...nn.arguments import positive_int
+from ...nn.arguments import positive_int, positive_ints
 
 # Keywords that transformers passes besides the fields, when it loads or converts a configuration.
 _TRANSFORMERS_KEYS = {
@@ -52,10 +52,8 @@ class RegardConfig(PreTrainedConfig):
         hidden_size: model width C.
         num_hidden_layers: number of layers.
         num_attention_heads: number of attention heads per layer.
-        mixers: one spec (text, preset or `Spec`) for all layers, or a sequence with one per layer; stored as a list of
-            canonical texts.
-        max_position_embeddings: longest sequence in training. Longer ones can be computed, but `generate` raises
-            an error for longer prompts.
+        mixers: one spec (text, preset or `Spec`) for all layers, or one for each; stored as a list of canonical texts.
+        max_position_embeddings: longest sequence in training. `generate` refuses longer prompts.
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: use the embedding matrix as the output matrix.
         use_cache: return a cache from calls outside training.
@@ -79,6 +77,8 @@ class RegardConfig(PreTrainedConfig):
     """Configuration and models by the name of transformers' Auto class, set when the model is registered."""
     size_field: ClassVar[str]
     """The field that `match_parameters` changes."""
+    choices: ClassVar[dict[str, Sequence[str]]] = {}
+    """The words that a field may hold."""
 
     vocab_size: int = 256
     hidden_size: int = 256
@@ -163,12 +163,17 @@ class RegardConfig(PreTrainedConfig):
     def normalise(self) -> None:
         """Check every field and fill in the defaults, in place; errors as in the class. Runs again when a model is
         built, since `from_pretrained(path, field=value)` sets fields after creation."""
+        own = own_fields(type(self))
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-        for name in sizes:
-            positive_int(self.call, name, getattr(self, name))
+        positive_ints(self.call, **{name: getattr(self, name) for name in sizes})
         whole(self.call, "num_hidden_layers", self.num_hidden_layers, 1, MOST_LAYERS)
         number(self.call, "initializer_range", self.initializer_range, low=0.0, strict=True)
-        self.check_flags("tie_word_embeddings", "use_cache")
+        switches = [each.name for each in fields(self) if each.name in own and each.type in (bool, "bool")]
+        flags(self.call, **{name: getattr(self, name) for name in switches})
+        for name, words in self.choices.items():
+            given = getattr(self, name)
+            if not isinstance(given, str) or given not in words:
+                raise refuse(self.call, name, given, f"one of {', '.join(map(repr, words))}")
         self._check_token_ids()
         self.mixers = [str(mixer) for mixer in self.layer_mixers()]
 
@@ -201,14 +206,12 @@ class RegardConfig(PreTrainedConfig):
             raise refuse(self.call, name, given, each)
         return given
 
-    def check_flags(self, *names: str) -> None:
-        flags(self.call, **{name: getattr(self, name) for name in names})
-
-    def check_choice(self, name: str, choices: Sequence[str]) -> None:
-        """Check that the field is one of a few words, which the message lists."""
-        given = getattr(self, name)
-        if not isinstance(given, str) or given not in choices:
-            raise refuse(self.call, name, given, f"one of {', '.join(map(repr, choices))}")
+    def fill(self, name: str, default: int) -> int:
+        """Set a size that is None to its default, check it and return it."""
+        size = default if getattr(self, name) is None else getattr(self, name)
+        positive_int(self.call, name, size)
+        setattr(self, name, size)
+        return size
 
     def _refuse_unknown(self, extra: dict[str, Any]) -> None:
         generation = GenerationConfig().to_dict()
@@ -226,8 +229,9 @@ class RegardConfig(PreTrainedConfig):
             several = name == "eos_token_id" and isinstance(given, list) and len(given) > 0
             for token in given if several else [given]:
                 if token is not None and not (type(token) is int and 0 <= token < self.vocab_size):
-                    expected = f"None or a token from 0 to {self.vocab_size - 1} (vocab_size - 1)"
-                    raise refuse(self.call, name, given, expected)
+                    raise refuse(
+                        self.call, name, given, f"None or a token from 0 to {self.vocab_size - 1} (vocab_size - 1)"
+                    )
 
 
 def _home(kind: type) -> str:

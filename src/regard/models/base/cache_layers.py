@@ -139,10 +139,10 @@ def tokens_cached(cache: Cache | None) -> int | Tensor:
 Kind = TypeVar("Kind", bound=StateCacheLayer)
 
 
-def own_layer(call: str, cache: Cache, index: int, kind: type[Kind]) -> Kind:
-    """Return layer `index` of a cache; raise `ArgumentError` if it holds no states of this kind."""
-    layer = layer_of(cache, index)
-    if not isinstance(layer, kind):
+def own_layer(call: str, cache: Cache | None, index: int, kind: type[Kind]) -> Kind | None:
+    """Return layer `index` of a cache (None: None); raise `ArgumentError` if it holds no states of this kind."""
+    layer = None if cache is None else layer_of(cache, index)
+    if cache is not None and not isinstance(layer, kind):
         kinds = f"cache is a {type(cache).__name__} without {kind.__name__} at layer {index}"
         raise ArgumentError(f"{call}: {kinds}; leave it out, or take model.model.new_cache().")
     return layer

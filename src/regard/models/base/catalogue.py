@@ -89,9 +89,9 @@ def match_parameters(config: RegardConfig, target: int | RegardConfig, *, field:
         field: the width to change, on which the size depends linearly; default: the configuration's `size_field`.
 
     Raises:
-        ArgumentError: the target is neither a positive number nor a configuration, the field is unknown, the model is
-            larger than the target at width 1, or its size does not depend linearly on the field (because the
-            feed-forward layer is off, or other widths follow the field).
+        ArgumentError: the target is neither a positive number nor a configuration, the field is unknown, the model at
+            width 1 is larger than the target, or its size is not linear in the field (the feed-forward layer is off, or
+            other widths follow the field).
     """
     call = "match_parameters"
     within(call, "config", model_of, config)
@@ -101,9 +101,8 @@ def match_parameters(config: RegardConfig, target: int | RegardConfig, *, field:
     if not isinstance(target, int):
         raise ArgumentError(f"{call}: target is a {type(target).__name__}, expected a number or a RegardConfig.")
     positive_int(call, "target", target)
-    if not isinstance(name, str) or name not in own_fields(type(config)):
-        hint = suggestion(shown(name), own_fields(type(config)))
-        raise ArgumentError(f"{call}: unknown field {shown(name)}.{hint}")
+    known = own_fields(type(config))
+    require(name in known, call, f"unknown field {shown(name)}.{suggestion(shown(name), known)}")
 
     def at(width: int) -> tuple[RegardConfig, int]:
         changed = copy.deepcopy(config)

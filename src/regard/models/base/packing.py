@@ -17,10 +17,6 @@ from ...checks import ArgumentError, integers, require, shape, token_numbers
 
 ARGUMENTS = ("segment_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Keywords that say where documents begin, besides `position_ids`; max_length_* are accepted and ignored."""
-_CACHE_ADVICE = (
-    "a cache holds one document per row: call with use_cache=False (the default in training), or give each document "
-    "its own row"
-)
 
 
 def take(packed: dict[str, Any], keywords: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +70,8 @@ class Documents:
         """
         faults = dict(self.faults)
         if cache_asked:
-            faults[f"{self.packed}, and a cache was asked for; {_CACHE_ADVICE}"] = self.begins.any()
+            hint = "call with use_cache=False (the default in training), or give each document its own row"
+            faults[f"{self.packed}, and a cache was asked for; it holds one per row: {hint}"] = self.begins.any()
         if torch.compiler.is_compiling() and (cache_asked or not cache_kept):
             for message, flag in faults.items():
                 torch._assert_async(~flag, f"{call}: {message}.")

@@ -13,7 +13,7 @@ import torch
 from ... import Spec
 from ...checks import ArgumentError, choice, number, refuse, require, shown, suggestion, whole, within
 from ...nn import Ridge, Temperature, as_ridge, as_temperature
-from ...nn.arguments import check_heads, check_shared, check_window, positive_int
+from ...nn.arguments import check_heads, check_shared, check_window
 from ...nn.attention.norm import NORMS, QK_NORMS
 from ...nn.feed_forward import feed_forwards
 from ...nn.memories import memory_layers
@@ -87,6 +87,8 @@ class HybridConfig(RegardConfig):
         "rope_scaling": "rotary positions have rope_theta only",
         "sliding_window": "window says how far back a token looks",
     }
+    choices: ClassVar[dict[str, Sequence[str]]] = {"norm": NORMS, "memory_place": ("before-mixer", "after-mixer")}
+
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
@@ -231,10 +233,7 @@ class HybridConfig(RegardConfig):
         even = f"head_dim is {self.head_dim}, expected an even number, since rotary embeddings rotate channel pairs."
         require(self.head_dim % 2 == 0, self.call, even)
         self.feed_forward = within(self.call, "feed_forward", feed_forwards.canonical, self.feed_forward)
-        if self.intermediate_size is None:
-            self.intermediate_size = feed_forwards.get(self.feed_forward).width(self.hidden_size)
-        positive_int(self.call, "intermediate_size", self.intermediate_size)
-        self.check_choice("norm", NORMS)
+        self.fill("intermediate_size", feed_forwards.get(self.feed_forward).width(self.hidden_size))
         windows = self.layer_windows()
         self.window = windows[0] if len(set(windows)) == 1 else windows
         check_window(self.call, self.training_window, "training_window")
@@ -244,7 +243,6 @@ class HybridConfig(RegardConfig):
             number(self.call, name, getattr(self, name), low=0.0, strict=True)
         number(self.call, "rotary_share", self.rotary_share, low=0.0, strict=True)
         number(self.call, "rotary_share", self.rotary_share, high=1.0)
-        self.check_flags("share_query_key", "exclude_self", "output_gate", "output_norm")
         choice(self.call, "qk_norm", self.qk_norm, QK_NORMS)
         check_shared(self.call, self.share_query_key, self.num_attention_heads, self.num_key_value_heads, HEADS[2])
         mixers, temperatures, ridges = self.layer_mixers(), self.layer_temperatures(), self.layer_ridges()
@@ -257,7 +255,6 @@ class HybridConfig(RegardConfig):
                 raise ArgumentError(f"{self.call}: {problem}.")
         self.temperatures = [str(rule) for rule in temperatures]
         self.ridges = [str(rule) for rule in ridges]
-        self.check_choice("memory_place", ("before-mixer", "after-mixer"))
         places = self.layer_memories()
         names = sorted({name for memories in places.values() for name in memories})
         depths = {name: ",".join(str(depth) for depth in places if name in places[depth]) for name in names}

@@ -1,8 +1,7 @@
 """A causal language model with its own attention spec or token mixer in every layer.
 
 A pre-norm decoder (RMSNorm or LayerNorm, rotary positions, SwiGLU or GELU, tied embeddings). A layer mixes tokens by
-`regard.nn.Attention` with a `Spec` from `HybridConfig.mixers`, or by a `TokenMixer` such as Gated DeltaNet. Chosen
-layers also have a memory.
+`regard.nn.Attention` with a `Spec` of `HybridConfig.mixers`, or by a `TokenMixer`. Chosen layers also have a memory.
 
 Shapes: B batch, T tokens in this call, N tokens so far (cached ones included), C model width, V vocabulary.
 """
@@ -96,9 +95,8 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         """Return the residual stream [B, T, C] plus the memory's output."""
         if self.memory is None:
             return hidden
-        kept = None
-        if cache is not None and self.memory.remembers:
-            kept = own_layer("HybridForCausalLM", cache, self.memory_index, MemoryCacheLayer)
+        read = cache if self.memory.remembers else None
+        kept = own_layer("HybridForCausalLM", read, self.memory_index, MemoryCacheLayer)
         recalled, state = self.memory(hidden, mask, state=None if kept is None else kept.memory, **packed)
         if kept is not None:
             kept.memory = state
@@ -200,8 +198,7 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
 class HybridForCausalLM(HybridPreTrainedModel, RegardForCausalLM):
     """The causal language model; `RegardForCausalLM` describes its call and `hybrid_cache` its cache.
 
-    Without a cache, every call begins with empty memories. `regard.models.hybrid.memories` freezes, flushes, saves and
-    restores the memories in a cache.
+    Without a cache, every call begins with empty memories; `regard.models.hybrid.memories` handles those in a cache.
 
     >>> import torch
     >>> from regard.models import HybridConfig, HybridForCausalLM

@@ -95,8 +95,7 @@ States = tuple[Any, ...]
 
 
 class StateMixer(TokenMixer):
-    """A token mixer with states of fixed size in a `StateCacheLayer`; a subclass defines `advance`. Padding, packed
-    documents and the cache are handled here."""
+    """A token mixer with states of fixed size in a `StateCacheLayer`, for which a subclass defines `advance` alone."""
 
     honours_segments = True
     cache_layer: ClassVar[type[StateCacheLayer]]
@@ -121,15 +120,13 @@ class StateMixer(TokenMixer):
         output_attentions: bool = False,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """Return [B, T, C], and None: there are no weights. Positions are not used. A cache without this layer's state,
-        or with `segment_ids`, is an ArgumentError."""
-        call, kept = type(self).__name__, None
-        batch, tokens, _ = hidden_states.shape
-        if segment_ids is not None:
-            require(past_key_values is None, call, "segment_ids were given with past_key_values; leave one out.")
-            segments(call, segment_ids, batch, tokens, hidden_states.device)
-        if past_key_values is not None:
-            kept = own_layer(call, past_key_values, self.layer_idx or 0, self.cache_layer)
+        """Return [B, T, C], and None: there are no weights, and positions are not used. A cache without this layer's
+        state, or with `segment_ids`, is an ArgumentError."""
+        call, (batch, tokens, _) = type(self).__name__, hidden_states.shape
+        both = segment_ids is not None and past_key_values is not None
+        require(not both, call, "segment_ids were given with past_key_values; leave one out.")
+        segments(call, segment_ids, batch, tokens, hidden_states.device)
+        kept = own_layer(call, past_key_values, self.layer_idx or 0, self.cache_layer)
         mask = None if attention_mask is None else attention_mask[:, -tokens:]
         held = self.cache_layer.held
         states = tuple(None if kept is None else getattr(kept, name) for name in held)

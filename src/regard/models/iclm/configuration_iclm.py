@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ... import Spec
@@ -68,6 +69,14 @@ class ICLMConfig(RegardConfig):
         "rope_scaling": "rotary positions have only rope_theta",
         "sliding_window": "every covariate attends to all earlier tokens",
     }
+    choices: ClassVar[dict[str, Sequence[str]]] = {
+        "variant": VARIANTS,
+        "start": ("param", "bos"),
+        "f_reads": ("post", "pre"),
+        "f_mlp": ("inline", "side", "none"),
+        "expectation": ("none", "mean", "exact"),
+    }
+
     phi_mixers: Any = "softmax"
     variant: str = "full"
     f_attention_heads: int | None = None
@@ -116,9 +125,6 @@ class ICLMConfig(RegardConfig):
             expected = "an even number: pairs of a covariate block and an f block"
             raise refuse(self.call, "num_hidden_layers", self.num_hidden_layers, expected)
         super().normalise()
-        for name, choices in _CHOICES.items():
-            self.check_choice(name, choices)
-        self.check_flags("f_rope", "f_average", "tie_phi", "norm_values")
         for name in ("rope_theta", "layer_norm_eps"):
             number(self.call, name, getattr(self, name), low=0.0, strict=True)
         self._normalise_widths()
@@ -136,30 +142,22 @@ class ICLMConfig(RegardConfig):
         fits = self.d_phi is None or self.hidden_size in (self.d_f, RegardConfig.hidden_size)  # None: hidden_size
         width = f"hidden_size is {self.hidden_size} and d_f {self.d_f}, expected equal numbers; change both."
         require(fits, self.call, width)
-        self.d_phi = self.hidden_size if self.d_phi is None else self.d_phi
-        if self.f_attention_heads is None:
-            self.f_attention_heads = self.num_attention_heads
-        for name in ("d_phi", "d_f", "f_attention_heads"):
-            positive_int(self.call, name, getattr(self, name))
+        d_phi, heads = self.fill("d_phi", self.hidden_size), self.fill("f_attention_heads", self.num_attention_heads)
+        positive_int(self.call, "d_f", self.d_f)
         self.hidden_size = self.d_f
         for name, rotary in {"num_attention_heads": True, "f_attention_heads": self.f_rope}.items():
             count, even = getattr(self, name), ", with an even quotient, since rotary positions rotate pairs" * rotary
-            text = f"d_phi (hidden_size) is {self.d_phi}, expected a multiple of {name} = {count}{even}."
-            require(self.d_phi % (count * (1 + rotary)) == 0, self.call, text)
-        text = f"expected a multiple of {self.f_attention_heads} heads for variant={self.variant!r}"
-        fits = self.variant == "full" or self.d_f % self.f_attention_heads == 0
-        require(fits, self.call, f"d_f is {self.d_f}, {text}.")
+            text = f"d_phi (hidden_size) is {d_phi}, expected a multiple of {name} = {count}{even}."
+            require(d_phi % (count * (1 + rotary)) == 0, self.call, text)
+        text = f"d_f is {self.d_f}, expected a multiple of {heads} heads for variant={self.variant!r}."
+        require(self.variant == "full" or self.d_f % heads == 0, self.call, text)
         few = "the embeddings have too few channels to initialise the covariates; set tie_phi=False"
-        fits = not self.tie_phi or self.d_phi <= self.d_f
-        require(fits, self.call, f"d_phi is {self.d_phi} and d_f {self.d_f}: {few}.")
+        fits = not self.tie_phi or d_phi <= self.d_f
+        require(fits, self.call, f"d_phi is {d_phi} and d_f {self.d_f}: {few}.")
         for name in ("phi_mlp", "f_feed_forward"):
             setattr(self, name, within(self.call, name, feed_forwards.canonical, getattr(self, name)))
-        if self.intermediate_size is None:
-            self.intermediate_size = feed_forwards.get(self.phi_mlp).width(self.d_phi)
-        if self.f_intermediate_size is None:
-            self.f_intermediate_size = feed_forwards.get(self.f_feed_forward).width(self.d_f)
-        positive_int(self.call, "intermediate_size", self.intermediate_size)
-        positive_int(self.call, "f_intermediate_size", self.f_intermediate_size)
+        self.fill("intermediate_size", feed_forwards.get(self.phi_mlp).width(d_phi))
+        self.fill("f_intermediate_size", feed_forwards.get(self.f_feed_forward).width(self.d_f))
         if self.f_mlp != "none" and self.f_feed_forward == "none":
             raise ArgumentError(f"{self.call}: f_feed_forward is 'none' and f_mlp {self.f_mlp!r}; set f_mlp='none'.")
 
@@ -173,12 +171,3 @@ class ICLMConfig(RegardConfig):
         values = f"norm_values averages normalised embeddings, from which {given} of the embeddings themselves"
         fits = not self.norm_values or self.expectation == "none"
         require(fits, self.call, f"{values} cannot be subtracted; leave one of them out.")
-
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "variant": VARIANTS,
-    "start": ("param", "bos"),
-    "f_reads": ("post", "pre"),
-    "f_mlp": ("inline", "side", "none"),
-    "expectation": ("none", "mean", "exact"),
-}

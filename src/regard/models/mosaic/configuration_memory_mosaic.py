@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ... import Spec
@@ -27,8 +28,7 @@ class MemoryMosaicConfig(RegardConfig):
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads: sizes; heads divide the width.
         mixers: specs of the contextual memories, one for all layers or one per layer; degree 0 or 1.
         temperatures: one rule (text or `regard.nn.Temperature`: "fixed", "learned", "log", "power(exponent=0.5)", ...)
-            for all layers, or one per layer: factors of beta^2 of the contextual memories, as in
-            `regard.nn.ContextualMemory`.
+            for all layers, or one per layer: factors of beta^2, as in `regard.nn.ContextualMemory`.
         persistent: spec of the persistent memories; must be normalised.
         persistent_slots: learned pairs per head; default 3.5 `hidden_size`.
         persistent_copies: sets of slots whose outputs are averaged.
@@ -46,8 +46,8 @@ class MemoryMosaicConfig(RegardConfig):
         scale_logits: divide the logits by sqrt(C).
         initializer: "fan-in" (N(0, 1/fan-in), output projections divided by sqrt(layers), embeddings N(0, 1/C)) or
             "gpt2" (N(0, initializer_range^2), output projections divided by sqrt(2 layers)).
-        max_position_embeddings, initializer_range, tie_word_embeddings, use_cache, pad_token_id, bos_token_id,
-            eos_token_id: as in `RegardConfig`.
+
+    The other fields are those of `RegardConfig`.
 
     Raises:
         ArgumentError: as in `RegardConfig`, or for shared keys without parallel wiring.
@@ -62,6 +62,13 @@ class MemoryMosaicConfig(RegardConfig):
         "num_key_value_heads": "keys serve as queries, so there are equally many",
         "temperature": "temperatures says how sharp the memory of a layer is, generate(temperature=) the sampling",
         "intermediate_size": "persistent_slots sets the size of the persistent memories",
+    }
+    choices: ClassVar[dict[str, Sequence[str]]] = {
+        "wiring": ("sequential", "parallel"),
+        "persistent_keys": ("own", "shared"),
+        "leaky": ("sum", "average"),
+        "look_ahead": LOOK_AHEAD,
+        "initializer": ("fan-in", "gpt2"),
     }
 
     temperatures: Any = "fixed"
@@ -88,16 +95,8 @@ class MemoryMosaicConfig(RegardConfig):
         heads = self.num_attention_heads
         names = ("hidden_size", "num_attention_heads", "num_attention_heads")
         check_heads(self.call, self.hidden_size, heads, heads, None, names, mend="change one")
-        if self.persistent_slots is None:
-            self.persistent_slots = max(1, round(SLOTS * self.hidden_size))
-        positive_int(self.call, "persistent_slots", self.persistent_slots)
+        self.fill("persistent_slots", max(1, round(SLOTS * self.hidden_size)))
         positive_int(self.call, "persistent_copies", self.persistent_copies)
-        self.check_choice("wiring", ("sequential", "parallel"))
-        self.check_choice("persistent_keys", ("own", "shared"))
-        self.check_choice("leaky", ("sum", "average"))
-        self.check_choice("look_ahead", LOOK_AHEAD)
-        self.check_choice("initializer", ("fan-in", "gpt2"))
-        self.check_flags("bias", "scale_logits")
         number(self.call, "norm_eps", self.norm_eps, low=0.0, strict=True)
         number(self.call, "key_eps", self.key_eps, low=0.0)
         for name in ("scale_limit", "persistent_scale_limit"):

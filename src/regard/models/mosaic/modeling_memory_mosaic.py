@@ -74,9 +74,7 @@ class MemoryMosaicBlock(GradientCheckpointingLayer):
 
         The mask is boolean [B, N] over all tokens so far, and `segment_ids` [B or 1, T] are of packed documents.
         """
-        cache = None
-        if past_key_values is not None:
-            cache = own_layer("MemoryMosaicForCausalLM", past_key_values, self.layer_idx, MemoryMosaicCacheLayer)
+        cache = own_layer("MemoryMosaicForCausalLM", past_key_values, self.layer_idx, MemoryMosaicCacheLayer)
         state = None if cache is None else cache.contextual
         normed = self.contextual_norm(hidden_states)
         arguments: dict[str, Any] = {"state": state, "remember": cache is not None, "segment_ids": segment_ids}
