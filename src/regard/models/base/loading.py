@@ -1,7 +1,6 @@
 """Loading of saved models that treats a mismatch as an error.
 
-transformers initialises missing tensors at random, ignores unknown ones and only warns; the model that results is not
-the one that was trained.
+transformers initialises missing tensors at random, ignores unknown ones and only warns: it is not the trained model.
 """
 
 from collections.abc import Mapping
@@ -86,8 +85,7 @@ class RegardPreTrainedModel(PreTrainedModel):
 
 
 def without_changes(model: PreTrainedModel, path: Any, loading: Mapping[str, Any], **hub: Any) -> dict[str, Any]:
-    """Return the loading info without the tensors that a change of the configuration saved in `path` added or removed;
-    `hub` are keywords that say where to look."""
+    """Return the loading info without tensors that a changed config of the saved `path` (at `hub`) added or removed."""
     saved = type(model.config).from_pretrained(path, **hub)
     if all(getattr(saved, name) == getattr(model.config, name) for name in own_fields(type(saved))):
         return dict(loading)

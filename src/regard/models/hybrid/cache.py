@@ -10,15 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import cache_utils as caches
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from ... import Spec
 from ...checks import require
@@ -38,9 +31,7 @@ class RegardCacheLayer(StateCacheLayer):
 
     held = ("linear_state",)
     positional = ("linear_state",)
-    update_refusal = (
-        "this layer holds sums, which regard.nn.Attention updates; for keys and values use a transformers.DynamicCache."
-    )
+    update_refusal = "this layer holds sums that regard.nn.Attention updates; for keys and values use a DynamicCache."
     no_way_back = (
         "tokens cannot be removed from sums, as assisted decoding does; leave the cache out or give a "
         "transformers.DynamicCache, which keeps keys and values."
@@ -86,9 +77,9 @@ def hybrid_cache(config: HybridConfig, *, pairs: bool = False, length: int | Non
     layers = [_mixer_layer(config, *kind, pairs, length) for kind in zip(mixers, windows, strict=True)]
     memories = [MemoryCacheLayer(depth) for depth in remembering(config.layer_memories())]
     if not memories and all(type(layer) is DynamicLayer for layer in layers):
-        return DynamicCache(config=config)
+        return caches.DynamicCache(config=config)
     if length is not None and not memories and all(type(layer) is StaticLayer for layer in layers):
-        return StaticCache(config, max_cache_len=length)
+        return caches.StaticCache(config, max_cache_len=length)
     return Cache(layers=[*layers, *memories])
 
 
@@ -99,14 +90,14 @@ def remembering(memories: Mapping[int, Any]) -> list[int]:
 
 def _mixer_layer(
     config: HybridConfig, mixer: Spec | str, window: int | None, pairs: bool, length: int | None
-) -> CacheLayerMixin:
+) -> caches.CacheLayerMixin:
     if isinstance(mixer, str):
         return token_mixers.get(mixer).cache_layer()
     if window is not None:
         window += int(config.exclude_self)  # transformers counts the current token, too
         if length is not None:
-            return StaticSlidingWindowLayer(max_cache_len=length, sliding_window=window)
-        return DynamicSlidingWindowLayer(sliding_window=window)
+            return caches.StaticSlidingWindowLayer(max_cache_len=length, sliding_window=window)
+        return caches.DynamicSlidingWindowLayer(sliding_window=window)
     if not pairs and finite_features(mixer):
         return RegardCacheLayer()
     return DynamicLayer() if length is None else StaticLayer(max_cache_len=length)

@@ -35,36 +35,30 @@ class HybridConfig(RegardConfig):
         intermediate_size: width of the feed-forward layer; default for swiglu 8/3 of `hidden_size`, rounded up to a
             multiple of 8, and for gelu 4 times `hidden_size`.
         feed_forward: one of `regard.nn.feed_forwards`: "swiglu", "gelu" (GPT-2's) or "none".
-        norm: "rms" (RMSNorm) or "layer" (LayerNorm with biases). With `feed_forward="gelu"` and `norm="layer"` the
-            model is GPT-2 with rotary positions.
-        mixers: one for all layers, or a sequence with one per layer: an attention spec (text, preset or `Spec`) or the
-            name of a token mixer (`regard.models.token_mixers`: "gated-deltanet", ...). Stored as a list of canonical
-            texts.
-        mixer_options: options of the token mixers by name, such as {"gated-deltanet": {"num_heads": 8}}; a mapping or
-            its JSON text.
-        window: attention sees the last `window` tokens, and the cache keeps only these; None for all tokens; one value
-            for all layers or a list with one per layer.
+        norm: "rms" (RMSNorm) or "layer" (LayerNorm with biases), which with `feed_forward="gelu"` makes the model GPT-2
+            with rotary positions.
+        mixers: one for all layers, or one for each: an attention spec (text, preset or `Spec`) or the name of a token
+            mixer (`regard.models.token_mixers`: "gated-deltanet", ...). Stored as a list of canonical texts.
+        mixer_options: options of token mixers, such as {"gated-deltanet": {"num_heads": 8}}, or their JSON text.
+        window: attention sees, and the cache keeps, the last `window` tokens; None for all; one value or one per layer.
         training_window: window, in training, of the attention layers without one, in a share `training_window_share` of
             the steps (pSWA, section 4.2 of the fast-weight paper, Finding 3). `training_window_seed` and the number of
-            the step decide which steps, so that all processes and resumed runs agree. The trainer sets that number;
-            without it forward passes are counted.
+            the step, which the trainer sets (without it forward passes count), decide which, so that all processes and
+            resumed runs agree.
         output_gate: gated attention (see `regard.nn.Attention`).
         output_norm: an RMS norm of every head's output (see `regard.nn.Attention`).
         rotary_share: share of a head's channels with rotary positions, above 0 and at most 1.
         memories: memories at chosen layers, such as "FwPKM@2,6,10" or "PKM@6+FwPKM@2,10", or a mapping of layers to
             names of `regard.nn.memory_layers`; layers count from 0. A trained memory (PKM) replaces the feed-forward
             layer; one written at test time adds to the residual stream at `memory_place`. Stored as text.
-        memory_place: "before-mixer", as in the authors' program, or "after-mixer", before the feed-forward layer, as in
-            the paper.
-        memory_options: options of the memories by name, such as {"fwpkm": {"chunk_size": 512}}; a mapping or its JSON
-            text.
+        memory_place: "before-mixer" (authors' program) or "after-mixer", before the feed-forward layer (paper).
+        memory_options: options of memories, such as {"fwpkm": {"chunk_size": 512}}, or their JSON text.
         temperatures: one rule (text or `regard.nn.Temperature`: "fixed", "learned", "log", "power(exponent=0.5)", ...)
-            for all layers, or a sequence with one per layer. Stored like `mixers`. The field `learn_temperature` of
-            older files is read as "learned" or "fixed".
+            for all layers, or one for each. Stored like `mixers`. The field `learn_temperature` of older files is read
+            as "learned" or "fixed".
         ridges: ridge of local linear layers: one rule (text or `regard.nn.Ridge`: "fixed", "learned",
-            "learned-per-dimension", ...) for all layers with a ridge, or a sequence with one per layer. Stored like
-            `mixers`, with "fixed" for layers without a ridge. One per dimension makes predictions depend on absolute
-            positions.
+            "learned-per-dimension", ...) for all layers with a ridge, or one for each. Stored like `mixers`, with
+            "fixed" for layers without a ridge. One per dimension makes predictions depend on absolute positions.
         qk_norm: normalise queries and keys in every layer: None, "rms" or "l2" (see `regard.nn.Attention`).
         share_query_key: one projection for queries and keys (see `regard.nn.Attention`).
         exclude_self: attend to earlier tokens only.
@@ -123,8 +117,8 @@ class HybridConfig(RegardConfig):
         """Return a model of the fast-weight paper (section 4.1, Table 3), by default in the paper's size.
 
         Args:
-            name: "GDN", "GDN+SWA", "GDN+FA", "FA", one of the last two with "-pSWA", or "LaCT". In the mixed ones every
-                fourth layer is attention.
+            name: "GDN", "GDN+SWA", "GDN+FA" (mixed: every fourth layer is attention), "FA", one of the last two with
+                "-pSWA", or "LaCT".
             memories: as the field.
             fields: of this class, instead of the paper's. `window` is that of SWA, pSWA and LaCT.
 
@@ -195,24 +189,22 @@ class HybridConfig(RegardConfig):
 
     def _memory_depths(self) -> list[tuple[str, int]]:
         """Return the names in the field `memories` with their layers, in the given order."""
-        given, expected = self.memories, "expected a text such as 'FwPKM@2,6,10' or 'PKM@6+FwPKM@2,10'"
+        given, text = self.memories, "a text such as 'FwPKM@2,6,10' or 'PKM@6+FwPKM@2,10'"
         if given is None:
             return []
         if isinstance(given, Mapping):
             try:
                 named = [(int(depth), [each] if isinstance(each, str) else [*each]) for depth, each in given.items()]
             except (TypeError, ValueError):
-                expected += ", or depths mapped to names"
-                raise ArgumentError(f"{self.call}: memories is {shown(given)}, {expected}.") from None
+                raise refuse(self.call, "memories", given, f"{text}, or depths mapped to names") from None
             return [(name, depth) for depth, names in named for name in names]
         if not isinstance(given, str):
-            raise ArgumentError(f"{self.call}: memories is {shown(given)}, {expected}.")
+            raise refuse(self.call, "memories", given, text)
         pairs: list[tuple[str, int]] = []
         for part in given.split("+") if given.strip() else []:
             match = _PART.fullmatch(part)
             if match is None:
-                unread = f"{expected}; cannot read {part.strip()!r}"
-                raise ArgumentError(f"{self.call}: memories is {shown(given)}, {unread}.")
+                raise refuse(self.call, "memories", given, f"{text}; cannot read {part.strip()!r}")
             pairs += [(match[1], int(depth)) for depth in match[2].split(",")]
         return pairs
 

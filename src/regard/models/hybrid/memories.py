@@ -50,8 +50,8 @@ def _with(model: nn.Module, **values: Any) -> Iterator[None]:
 
 
 def flush_memory(model: nn.Module, cache: Cache) -> None:
-    """Write the tokens that wait in `cache` into memories and fast weights, as if the chunk ended here. The last token,
-    whose target is unknown, is dropped."""
+    """Write the tokens that wait in `cache` into memories and fast weights, as if the chunk ended here, but for the
+    last, whose target is unknown."""
     modules = memory_modules(model)
     for layer in _memory_layers(cache):
         if layer.memory is not None:
@@ -93,8 +93,7 @@ def reset_memory(cache: Cache) -> None:
 
 
 def memory_states(cache: Cache) -> dict[int, Any]:
-    """Return the states of the memories by layer, None before the first token. Nothing is copied, since states are
-    never changed in place."""
+    """Return the states of the memories by layer, None before the first token; no copies, as states never change."""
     return {layer.depth: layer.memory for layer in _memory_layers(cache)}
 
 

@@ -35,8 +35,8 @@ class ICLMConfig(RegardConfig):
         variant: values that a head of f averages: "full" the unmodified embeddings, "wv" a learned projection of them,
             "slice" the head's share of their channels (see `regard.nn.FunctionalGradient`).
         f_attention_heads: heads of the f attention. With two, "full" is as large as a Transformer of L layers.
-        start: the token y_0 before the first. "param": a learned vector. "bos": the first token of every row, which is
-            then never a value and never predicted.
+        start: the token y_0 before the first. "param": a learned vector. "bos": the first token of every row, which
+            is then never a value and never predicted.
         f_reads: covariates that an f block reads: "post", after the covariate block of its pair; or "pre", before it
             (exactly equation 11: the first f block reads embeddings, and the last pair has no covariate block).
         phi_mlp: the feed-forward layer on phi, one of `regard.nn.feed_forwards` ("gelu", "swiglu", "none", ...).
@@ -50,8 +50,7 @@ class ICLMConfig(RegardConfig):
             E(w|f) at f = 0; "exact": E(w|f_{j,k}) of step k.
         gd_steps: K, a divisor of L/2: functional gradient steps of L/2/K consecutive pairs each (equation 10). More
             than one requires `expectation="exact"`: E is then computed K - 1 times, at O(T V d_f) each.
-        d_phi, d_f: widths of the streams; default `hidden_size`. `d_f`, the width of embeddings and output, becomes the
-            `hidden_size`.
+        d_phi, d_f: widths of the streams; default `hidden_size`, which becomes `d_f`, that of embeddings and output.
         tie_phi: initialise the covariates with the first d_phi channels of the embeddings; False: a second table.
         norm_values: apply LayerNorm to the embeddings that f averages.
         rope_theta: base of the wavelengths of the rotary positions.
@@ -101,8 +100,7 @@ class ICLMConfig(RegardConfig):
     @classmethod
     def preset(cls, name: str, *, variant: str | None = None, **changes: Any) -> ICLMConfig:
         """Return a size of the paper, with the GPT-2 vocabulary: "small" (8 layers, width 512), "medium" (12, 512) or
-        "large" (24, 1024). The variant is the paper's by default: "full" for small and medium, "wv" for large.
-        `changes` are further fields."""
+        "large" (24, 1024). The default variant is the paper's: "full", "wv" for large. `changes` are further fields."""
         known = ", ".join(map(repr, PRESETS))
         require(name in PRESETS, "ICLMConfig.preset", f"unknown size {name!r}, expected one of {known}.")
         fields = {"vocab_size": 50257, **PRESETS[name], **({} if variant is None else {"variant": variant}), **changes}

@@ -57,16 +57,13 @@ class GatedDeltaNetwork(qwen.Qwen3NextGatedDeltaNet):
     ) -> tuple[Tensor, GatedDeltaState | None]:
         """Compute `GatedDeltaNet.advance`: in a module's forward, whose hooks load weights that are on a disk."""
         tokens = hidden.shape[1]
-        query, key, value, z, b, a = self.fix_query_key_value_ordering(
-            self.in_proj_qkvz(hidden), self.in_proj_ba(hidden)
-        )
+        projected = self.in_proj_qkvz(hidden), self.in_proj_ba(hidden)
+        query, key, value, z, b, a = self.fix_query_key_value_ordering(*projected)
         mixed = torch.cat([x.flatten(2) for x in (query, key, value)], dim=-1).transpose(1, 2)
         before = None if state is None else state.conv
         mixed, last = short_convolution(mixed, plain_filters(self.conv1d, hidden.device), before, real, segment_ids)
-        sizes = [self.key_dim, self.key_dim, self.value_dim]
-        query, key, value = (
-            x.unflatten(-1, (self.num_v_heads, -1)) for x in mixed.transpose(1, 2).split(sizes, dim=-1)
-        )
+        parts = mixed.transpose(1, 2).split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        query, key, value = (x.unflatten(-1, (self.num_v_heads, -1)) for x in parts)
         beta, decay = b.sigmoid(), -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
         if real is not None:  # padding neither decays nor writes the memory
             beta, decay = beta * real[..., None], decay * real[..., None]
@@ -85,8 +82,7 @@ class GatedDeltaNetwork(qwen.Qwen3NextGatedDeltaNet):
 class GatedDeltaNet(StateMixer):
     """A short convolution, then a linear memory with a forget gate, updated by the delta rule.
 
-    The recurrence is computed in float32, as its kernels do, whatever the dtype of the layer. Cost: O(T C H D) for the
-    projections and O(T H D^2) for the memory.
+    The recurrence is computed in float32, as its kernels do. Cost: O(T C H D) (projections) and O(T H D^2) (memory).
 
     Args:
         hidden_size, num_heads, head_dim, conv_size: C, H (of queries, keys and values), D and W.
@@ -150,8 +146,7 @@ def _rule(
     rules = _PLAIN if query.device.type == "cpu" else _RULES
     rule = rules[0] if query.shape[1] == 1 else rules[1]
     steps = {"g": decay, "beta": beta, "initial_state": state}
-    out, after = rule(query, key, value, **steps, output_final_state=True, use_qk_l2norm_in_kernel=True)
-    return out, after
+    return rule(query, key, value, **steps, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
 
 def _by_document(

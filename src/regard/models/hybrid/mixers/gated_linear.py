@@ -1,5 +1,4 @@
-"""Gated linear attention (GLA, Yang et al. 2023, arXiv:2312.06635): every channel of the keys forgets at a rate of its
-own, which depends on the token."""
+"""Gated linear attention (GLA, Yang et al. 2023, arXiv:2312.06635): key channels forget at rates that tokens set."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar

@@ -16,8 +16,7 @@ STEPS = (1e-3, 1e-1)
 class Mamba2(RecurrentMixer):
     """Linear attention with a step d for each token: the state is multiplied by exp(-a d), and d v k^T is added.
 
-    C and B of the paper are queries and keys, one of each a head. Values reach the output by the memory alone: the
-    paper's skip is left out.
+    C and B of the paper are queries and keys, one of each a head. The paper's skip of the values is left out.
     """
 
     def make(self, hidden_size: int) -> None:
