@@ -46,8 +46,7 @@ def plain_table(layer: nn.Module, device: torch.device) -> Tensor:
 
 
 def plain_filters(layer: nn.Module, device: torch.device) -> Tensor:
-    """Return the filters [G, W] of a convolution of each channel by itself, without bias; with an adapter or offloaded,
-    as `plain_linear` does."""
+    """Return the filters [G, W] of a depthwise convolution without bias; if elsewhere, as `plain_linear` does."""
     weight: Any = layer.weight
     if isinstance(layer, nn.Conv1d) and not _elsewhere(weight, device):
         return weight[:, 0]
@@ -157,8 +156,10 @@ def columns_of(call: str, mask: Tensor, tokens: int, device: torch.device) -> Te
     return mask[:, None, None] if mask.dim() == 2 else mask
 
 
-def layer_of(cache: object, layer_idx: int) -> Any:
-    """Return the layer of a cache, None if it has no such layer."""
+def layer_of(call: str, cache: object, layer_idx: int | None) -> Any:
+    """Return the layer of a cache, None if it has no such layer; raise `ArgumentError` without `layer_idx`."""
+    if layer_idx is None:
+        raise ArgumentError(f"{call}: past_key_values: a cache was given to a layer without layer_idx; set it.")
     layers = getattr(cache, "layers", ())
     return layers[layer_idx] if layer_idx < len(layers) else None
 

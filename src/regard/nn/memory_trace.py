@@ -259,14 +259,14 @@ class WriterTrace(MemoryObserver):
         text = "the trace recorded no read; call the model inside `observed(...)`."
         require(bool(self._reads), "WriterTrace.retrieved", text)
         row, position, slots, weights, writers = zip(*self._reads, strict=True)
-        wrote = Writers(*(torch.cat(parts) for parts in zip(*writers, strict=True)))
+        wrote = Writers(*map(torch.cat, zip(*writers, strict=True)))
         return Retrieved(torch.cat(row), torch.cat(position), torch.cat(slots), torch.cat(weights), wrote)
 
     def _grow(self, memories: int) -> None:
         missing = memories - len(self.written.row)
         if missing > 0:
             fresh = Writers.none(missing, self.slots, self.writers)
-            self.written = Writers(*(torch.cat(pair) for pair in zip(self.written, fresh, strict=True)))
+            self.written = Writers(*map(torch.cat, zip(self.written, fresh, strict=True)))
 
     def _push(self, entry: Tensor, new: Writers) -> None:
         """Make entries, sorted by memory N + slot and then by time, the last writers of their slots."""

@@ -286,17 +286,12 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(
-        config: RegardConfig,
-        inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
-        cache: Cache | None = None,
-        past_key_values: Cache | None = None,
-        **others: Any,
+        config: RegardConfig, inputs_embeds: Tensor, attention_mask: Tensor | None, **others: Any
     ) -> Tensor | None:
         """Extend a mask [B, N] to the length of the cache, for `generate`, so that its shape stays equal."""
         if attention_mask is None:
             return None
-        places = fixed_length(arguments.one_cache("generate", cache, past_key_values))
+        places = fixed_length(arguments.one_cache("generate", *map(others.get, CACHE_NAMES)))
         return F.pad(attention_mask, (0, max(places - attention_mask.shape[1], 0)))
 
     @can_return_tuple

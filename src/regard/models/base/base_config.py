@@ -60,8 +60,7 @@ class RegardConfig(PreTrainedConfig):
         pad_token_id, bos_token_id, eos_token_id: special tokens, for `generate`.
 
     Raises:
-        ArgumentError: a number out of range, an unknown spec, a list of the wrong length, or an unknown keyword, which
-            transformers alone would store as an attribute and ignore.
+        ArgumentError: a number out of range, an unknown spec or keyword, or a list of the wrong length.
     """
 
     keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012  (transformers reads a class attribute)

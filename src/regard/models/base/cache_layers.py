@@ -141,7 +141,7 @@ Kind = TypeVar("Kind", bound=StateCacheLayer)
 
 def own_layer(call: str, cache: Cache | None, index: int, kind: type[Kind]) -> Kind | None:
     """Return layer `index` of a cache (None: None); raise `ArgumentError` if it holds no states of this kind."""
-    layer = None if cache is None else layer_of(cache, index)
+    layer = None if cache is None else layer_of(call, cache, index)
     if cache is not None and not isinstance(layer, kind):
         kinds = f"cache is a {type(cache).__name__} without {kind.__name__} at layer {index}"
         raise ArgumentError(f"{call}: {kinds}; leave it out, or take model.model.new_cache().")

@@ -38,8 +38,7 @@ class RegardPreTrainedModel(PreTrainedModel):
         others. With `output_loading_info=True` nothing is refused and the mismatches are returned with the model.
 
         Raises:
-            ArgumentError: the checkpoint has another model type, a file is damaged, or a tensor is missing, unknown,
-                of another shape, or not finite.
+            ArgumentError: another model type, a damaged file, or tensors missing, unknown, misshapen or not finite.
             OSError: the folder or a file of it is missing, or `config.json` is no JSON.
         """
         if pretrained_model_name_or_path is None:

@@ -27,8 +27,7 @@ class ICLMConfig(RegardConfig):
     The model has two streams: covariates phi, and the function f whose kernels compare them.
 
     Args:
-        num_hidden_layers: L, even: L/2 pairs of a covariate block (attention and feed-forward layer on phi) and an f
-            block (attention and feed-forward layer on f).
+        num_hidden_layers: L, even: L/2 pairs of a covariate block and an f block, each with a feed-forward layer.
         num_attention_heads: heads of the covariate attention and, unless `f_attention_heads` is given, of f.
         mixers: kernels kappa of the f attention: one spec for all, or a list with one per pair.
         phi_mixers: the same for the covariate attention.

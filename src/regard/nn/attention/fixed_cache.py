@@ -1,5 +1,4 @@
-"""Attention to a cache of fixed length, such as transformers' `StaticCache`. Such a cache returns all of its places,
-filled or not, and a mask says which of them a query sees.
+"""Attention to a cache of fixed length (`StaticCache`), which returns all places: a mask says which a query sees.
 
 Shapes: B batch, H query heads, T tokens in this call, N tokens so far, K places that the cache returns.
 """

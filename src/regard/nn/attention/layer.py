@@ -203,19 +203,14 @@ class Attention(nn.Module):
             if past_key_values is not None:
                 key, value = self._append(past_key_values, key, value, seen)
             seen = Seen(*seen[:3], self._mask(attention_mask, query, key), segment_ids)
-            local = self._local_params(hidden_states, position_embeddings)
+            local = {} if self.ridge_proj is None else {"ridge": self.ridge_proj(hidden_states)}  # [B, H, T, 1 or D]
+            if self.probed:
+                local["probe"] = self._position(self.r_proj(hidden_states), "r", position_embeddings)
             out, weights = self._attend(query, key, value, seen, output_attentions, local)
         heads = (out if self.out_norm is None else self.out_norm(out)).transpose(1, 2).flatten(2)
         if self.gate_proj is not None:
             heads = heads * self.gate_proj(hidden_states).sigmoid()
         return self.hook_out(self.o_proj(heads)), weights
-
-    def _local_params(self, hidden_states: Tensor, position_embeddings: Rotary) -> dict[str, Any]:
-        """Return the parameters of a local linear spec by token: ridge [B, H, T, 1 or D], probe [B, H, T, D]."""
-        params = {} if self.ridge_proj is None else {"ridge": self.ridge_proj(hidden_states)}
-        if self.probed:
-            params["probe"] = self._position(self.r_proj(hidden_states), "r", position_embeddings)
-        return params
 
     @property
     def order(self) -> Seen:
@@ -239,9 +234,7 @@ class Attention(nn.Module):
 
     def _layer(self, cache: Any) -> Any:
         """Return this layer's entry in the cache, None if it has none, after checking that it suits the spec."""
-        if self.layer_idx is None:
-            raise ArgumentError(f"{CALL}: past_key_values: a cache was given to a layer without layer_idx; set it.")
-        layer = args.layer_of(cache, self.layer_idx)
+        layer = args.layer_of(CALL, cache, self.layer_idx)
         if layer is None:
             args.require_growing(cache, CALL)
         if hasattr(layer, "linear_state") and (self.window is not None or not finite_features(self.spec)):

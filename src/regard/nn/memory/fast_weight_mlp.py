@@ -92,13 +92,10 @@ class FastWeightMLP(FastWeightLayer):
             learning_rate=how.learning_rate, target=how.target, shared=how.shared, frozen=self.frozen,
         )  # fmt: skip
 
-    def _remember(
-        self, tokens: Tokens, inputs: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
-    ) -> tuple[Tensor, FastMLPState]:
+    def _remember(self, tokens: Tokens, inputs: Projected, state: Any, mix: bool) -> tuple[Tensor, FastMLPState]:
         query = inputs.query.masked_fill(tokens.non_finite[..., None], torch.nan)
         weights = (self.gate, self.up, self.down)
-        how = {"state": state, "mask": mask, "segment_ids": segment_ids, "frozen": self.frozen}
-        how["chunk_size"] = self.chunk_size
+        how = {"state": state, "frozen": self.frozen, "chunk_size": self.chunk_size, **tokens.where}
         read, state = within(self.call, None, fast_weight_mlp, query, inputs.value, weights, self.settings, **how)
         return mixed(read, inputs.value, inputs.gate) if mix else read, state
 

@@ -122,8 +122,7 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         self._draw(seed)
 
     def reset(self) -> None:
-        """Set a resident memory back to the keys and values that the layer was made with. For another do nothing: the
-        caller holds its state."""
+        """Set a resident memory back to its first keys and values. Otherwise do nothing: the caller holds the state."""
         self._held = None
         if self.resident:
             self._draw(int(self.seed))
@@ -148,7 +147,7 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         )  # fmt: skip
 
     def _remember(
-        self, tokens: Tokens, inputs: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
+        self, tokens: Tokens, inputs: Projected, state: Any, mix: bool
     ) -> tuple[Tensor, FastWeightState | None]:
         hint = "a resident memory keeps what it writes; give resident=False or frozen=True"
         require(not (self.resident and transformed()) or self.frozen, CALL, f"under a torch.func transform {hint}.")
@@ -158,22 +157,21 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         if self.resident and not again and state is None:
             self._settle()
         if observer is not None:
-            self._tell(observer, tokens, inputs, state, segment_ids)
-        absent = tokens.non_finite
-        if self.frozen and observer is None and segment_ids is None:
+            self._tell(observer, tokens, inputs, state)
+        absent, where = tokens.non_finite, tokens.where
+        if self.frozen and observer is None and where["segment_ids"] is None:
             # nothing is written, so the place of padding does not matter; no device is waited for and no graph broken
-            mask, absent = None, ~tokens.counted
-        query = torch.where(absent[..., None], torch.nan, inputs.query)
+            absent, where = ~tokens.counted, {**where, "mask": None}
+        query = torch.where(absent[..., None], torch.nan, inputs.query).unflatten(-1, (self.heads, -1))
+        given = (query, inputs.value, inputs.gate, self.keys, self.values)
         if torch.compiler.is_exporting():
-            return self._exported(query, inputs, mask, state, segment_ids, mix), None
+            return self._exported(given, where, state, mix), None
         run = fast_weight_memory
         if torch.compiler.is_compiling() and not self.frozen:
             # the steps depend on how many tokens wait, so a compiler would recompile at every call
             run = torch.compiler.disable(fast_weight_memory)
-        heads, where = query.unflatten(-1, (self.heads, -1)), {"state": state, "mask": mask, "segment_ids": segment_ids}
         how = {"frozen": self.frozen, "mix": mix, "observer": observer, "chunk_size": self.chunk_size}
-        given = (heads, inputs.value, inputs.gate, self.keys, self.values, self.settings)
-        read, after = within(CALL, None, run, *given, **where, **how)
+        read, after = within(CALL, None, run, *given, self.settings, state=state, **where, **how)
         if self.resident and not again and not self.frozen:
             self._held = after.detach()
             if self.settings.sync is not None:  # now, while all processes take part; later a single one may save
@@ -184,9 +182,7 @@ class FastWeightProductKeyMemory(FastWeightLayer):
                     self._held = self._held.clone()
         return read, after
 
-    def _exported(
-        self, query: Tensor, inputs: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
-    ) -> Tensor:
+    def _exported(self, given: tuple[Any, ...], where: dict[str, Tensor | None], state: Any, mix: bool) -> Tensor:
         text = "an exported graph keeps nothing from call to call; export without a state, and not a resident memory."
         require(state is None and not self.resident, CALL, text)
         settings, plain = self.settings, ("top_k", "score", "eps", "shared", "impl", "sync")
@@ -194,13 +190,11 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         how |= {"rule": asdict(settings.rule), "spec": str(settings.spec), "frozen": self.frozen, "mix": mix}
         how["storage"] = None if settings.storage is None else str(settings.storage).removeprefix("torch.")
         how["chunk_size"] = self.chunk_size
-        heads = query.unflatten(-1, (self.heads, -1))
-        return _read(heads, inputs.value, inputs.gate, self.keys, self.values, mask, segment_ids, json.dumps(how))
+        given = (*given, where["mask"], where["segment_ids"], json.dumps(how))
+        return _read(*given)
 
-    def _tell(
-        self, observer: MemoryObserver, tokens: Tokens, inputs: Projected, state: Any, segment_ids: Tensor | None
-    ) -> None:
-        if observer.by_memory and segment_ids is not None:
+    def _tell(self, observer: MemoryObserver, tokens: Tokens, inputs: Projected, state: Any) -> None:
+        if observer.by_memory and tokens.where["segment_ids"] is not None:
             why = "segment_ids pack several documents into a row; give each document a row of its own"
             raise ArgumentError(f"{CALL}: a {type(observer).__name__} follows every row's memory, but {why}.")
         if state is None:
@@ -231,8 +225,7 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         return self.keys, self.values, self._held
 
     def restore(self, snapshot: tuple[Tensor, Tensor, FastWeightState | None]) -> None:
-        """Set a resident memory back to what `snapshot` returned. Raise ArgumentError if that was taken from a
-        memory of another shape, or if this one is not resident."""
+        """Set a resident memory back to a `snapshot`. Raise ArgumentError for another shape or memory."""
         call = f"{CALL}.restore"
         require(self.resident, call, "only a resident memory keeps something; pass the state instead.")
         for name, tensor, held in zip(("keys", "values"), snapshot, (self.keys, self.values), strict=False):

@@ -180,7 +180,7 @@ class LargeChunkTTT(nn.Module):
         layer = self._layer(past_key_values)
         check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.o_proj)
         mask = self._new(attention_mask, hidden_states, layer)
-        tokens = clean_tokens(CALL, hidden_states, mask, self.hidden_size)
+        tokens = clean_tokens(CALL, hidden_states, mask, self.hidden_size, segment_ids)
         batch, length, _ = hidden_states.shape
         check_held(CALL, "hidden_states", hidden_states)
         segments(CALL, segment_ids, batch, length, hidden_states.device)
@@ -189,11 +189,10 @@ class LargeChunkTTT(nn.Module):
         hidden = as_input(tokens.hidden, self.o_proj)
         query, key = self.q_norm(self.q_proj(hidden)), self.k_norm(self.k_proj(hidden))
         value = self.v_proj(hidden)
-        parts, where = (query, key, value), {"mask": mask, "segment_ids": segment_ids}
-        read, fast = self._learn(hidden, parts, position_embeddings, tokens, layer, where)
+        read, fast = self._learn(hidden, (query, key, value), position_embeddings, tokens, layer)
         query, key = (in_heads(x, self.head_dim, position_embeddings) for x in (query, key))
         pairs = (self.hook_q(query), self.hook_k(key), self.hook_v(in_heads(value, self.head_dim)))
-        attended, weights, window = self._attend(pairs, tokens, layer, segment_ids, output_attentions)
+        attended, weights, window = self._attend(pairs, tokens, layer, output_attentions)
         out = self.o_proj(attended.transpose(1, 2).flatten(2) + self.hook_read(read).flatten(2).to(attended.dtype))
         if layer is not None:
             layer.window_state, layer.fast_state = window, fast
@@ -203,7 +202,7 @@ class LargeChunkTTT(nn.Module):
         return flush(state, self.settings)
 
     def _learn(
-        self, hidden: Tensor, parts: Parts, positions: Rotary, tokens: Tokens, layer: Any, where: dict[str, Any]
+        self, hidden: Tensor, parts: Parts, positions: Rotary, tokens: Tokens, layer: Any
     ) -> tuple[Tensor, LargeChunkState]:
         """Return what the fast weights read, [B, T, Hf, D], and their state after the call."""
         places = positions if self.fast_rotary else None
@@ -217,14 +216,14 @@ class LargeChunkTTT(nn.Module):
         share = None if self.momentum_proj is None else self.momentum_proj(hidden).to(wide).sigmoid()
         query = query.masked_fill(tokens.non_finite[..., None, None], torch.nan)
         value, rates = (x.unflatten(-1, heads) for x in (silu(value.to(wide)), rates))
-        how: dict[str, Any] = {"share": share, "chunk_size": self.chunk_size, "frozen": self.frozen, **where}
+        how: dict[str, Any] = {"share": share, "chunk_size": self.chunk_size, "frozen": self.frozen, **tokens.where}
         how["state"] = None if layer is None else layer.fast_state
         given = (query, key, value, rates, (self.gate, self.up, self.down), self.settings)
         read, state = within(CALL, None, large_chunk_ttt, *given, **how)
         return self.read_norm(read) * silu(self.read_proj(hidden).to(wide))[..., None], state
 
     def _attend(
-        self, parts: Parts, tokens: Tokens, layer: Any, segment_ids: Tensor | None, output_attentions: bool
+        self, parts: Parts, tokens: Tokens, layer: Any, output_attentions: bool
     ) -> tuple[Tensor, Tensor | None, WindowState]:
         """Return attention to the window [B, H, T, C / H], its weights or None, and the next window state."""
         query, key, value = parts
@@ -234,7 +233,8 @@ class LargeChunkTTT(nn.Module):
             require_state(CALL, past, WindowState, sizes, key)
             key, value = torch.cat([past.key, key], 2), torch.cat([past.value, value], 2)
             valid, seen = torch.cat([past.valid, valid], 1), past.tokens
-        runs = None if segment_ids is None else _documents(segment_ids, tokens.counted, valid.shape[1])
+        ids = tokens.where["segment_ids"]
+        runs = None if ids is None else _documents(ids, tokens.counted, valid.shape[1])
         weights = None
         arguments: dict[str, Any] = {"is_causal": True, "window": self.window, "segment_ids": runs}
         # under a torch.func transform the contents cannot be read
@@ -268,9 +268,7 @@ class LargeChunkTTT(nn.Module):
     def _layer(self, cache: Any) -> Any:
         if cache is None:
             return None
-        if self.layer_idx is None:
-            raise ArgumentError(f"{CALL}: past_key_values was given to a layer without layer_idx; set it.")
-        layer = layer_of(cache, self.layer_idx)
+        layer = layer_of(CALL, cache, self.layer_idx)
         held = f"past_key_values holds a {type(layer).__name__} at layer {self.layer_idx}, no place for window and fast"
         fits = hasattr(layer, "window_state") and hasattr(layer, "fast_state")
         require(fits, CALL, f"{held} weights; use the model's new_cache().")

@@ -36,6 +36,7 @@ class Tokens(NamedTuple):
     hidden: Tensor  # [B, T, C], float32 at least; 0 where not `counted`
     counted: Tensor  # boolean [B, T], tokens that read and may be written
     non_finite: Tensor  # boolean [B, T], tokens that are real but not finite
+    where: dict[str, Tensor | None]  # mask and segment_ids, as given
 
     def shown(self, out: Tensor) -> Tensor:
         """Return `out` [B, T, ...] with NaN for tokens that are not finite and 0 for padding."""
@@ -43,12 +44,15 @@ class Tokens(NamedTuple):
         return torch.where(self.counted[more], out, torch.where(self.non_finite[more], torch.nan, 0.0).to(out.dtype))
 
 
-def clean_tokens(call: str, hidden: Tensor, mask: Tensor | None, hidden_size: int) -> Tokens:
+def clean_tokens(
+    call: str, hidden: Tensor, mask: Tensor | None, hidden_size: int, segment_ids: Tensor | None = None
+) -> Tokens:
     """Set masked and non-finite tokens of `hidden` [B, T, C] to 0 (NaN, infinite, or beyond 2^56 in float32), after
     checking hidden states and mask; under `regard.checks.debug` a token that is not finite is an ArgumentError."""
     floating(call, "hidden", hidden)
     if hidden.dim() != 3 or hidden.shape[1] == 0 or hidden.shape[2] != hidden_size:
         raise ArgumentError(f"{call}: hidden has shape {shape(hidden)}, expected [B, T, {hidden_size}] with T >= 1.")
+    where = {"mask": mask, "segment_ids": segment_ids}
     if mask is None:
         mask = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
     else:
@@ -56,7 +60,8 @@ def clean_tokens(call: str, hidden: Tensor, mask: Tensor | None, hidden_size: in
         hidden = torch.where(mask[..., None], hidden, 0)
     finite(call, "hidden", hidden)
     wide, bad = clean(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
-    return Tokens(wide, mask, torch.zeros_like(mask)) if bad is None else Tokens(wide, mask & ~bad, mask & bad)
+    good, bad = (mask, torch.zeros_like(mask)) if bad is None else (mask & ~bad, mask & bad)
+    return Tokens(wide, good, bad, where)
 
 
 class Projected(NamedTuple):
@@ -172,18 +177,16 @@ class FastWeightLayer(MemoryLayer, ABC):
         Raises:
             ArgumentError: shapes or dtypes that do not fit, or a state of another layer.
         """
-        tokens = clean_tokens(self.call, hidden, mask, self.hidden_size)
+        tokens = clean_tokens(self.call, hidden, mask, self.hidden_size, segment_ids)
         check_held(self.call, "hidden", hidden)
         inputs: Projected = self.projections(tokens.hidden)
         if inputs.gate is not None:
             inputs = inputs._replace(gate=self.hook_gate(inputs.gate))
         apart = self.hook_read.active  # a hook wants what was read before the mix
-        read, state = self._remember(tokens, inputs, mask, state, segment_ids, not apart)
+        read, state = self._remember(tokens, inputs, state, mix=not apart)
         read = mixed(self.hook_read(read), inputs.value, inputs.gate) if apart else read
         return tokens.shown(self.projections.back(read)).to(hidden.dtype), state
 
     @abstractmethod
-    def _remember(
-        self, tokens: Tokens, inputs: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
-    ) -> tuple[Tensor, Any]:
+    def _remember(self, tokens: Tokens, inputs: Projected, state: Any, mix: bool) -> tuple[Tensor, Any]:
         """Return what was read [B, T, Dv], or its mix with the values, and the state after the call."""

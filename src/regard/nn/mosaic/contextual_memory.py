@@ -154,8 +154,7 @@ class ContextualMemory(PerHead):
     Attributes:
         observer, observe_weights: as in `regard.nn.Attention`.
         hook_k, hook_v: see unit keys [B, H, T, D] and the values of the pairs that these tokens complete.
-        hook_pattern: sees the weights [B, H, T, N] that `forward` returns and may replace them; while a hook is
-            registered they come from the dense reference.
+        hook_pattern: sees the weights [B, H, T, N] of `forward`, dense while it is hooked, and may replace them.
         hook_out: sees the output [B, T, C].
 
     Raises:
