@@ -95,8 +95,7 @@ def check_shared(
 ) -> None:
     """Check that shared queries and keys have equally many heads; `name` is that of the number of the latter."""
     need = f"{num_heads} query heads need {num_heads} key/value heads, not {num_kv_heads}"
-    text = f"share_query_key uses the keys as queries, so {need}; leave {name} or share_query_key out."
-    require(not share_query_key or num_heads == num_kv_heads, call, text)
+    require(not share_query_key or num_heads == num_kv_heads, call, f"{need}; leave {name} or share_query_key out.")
 
 
 def check_heads(
@@ -111,9 +110,8 @@ def check_heads(
     """Return the channels of a head, after checking that the sizes fit together; `mend` ends an error."""
     given = dict(zip(names, (hidden_size, num_heads, num_kv_heads), strict=True))
     positive_ints(call, **{**given, "head_dim": 1 if head_dim is None else head_dim})
-    queries, keys = f"{num_heads} query heads ({names[1]})", f"{num_kv_heads} key/value heads ({names[2]})"
-    uneven = f"{queries} do not divide among {keys}; choose a divisor of {num_heads}."
-    require(num_heads % num_kv_heads == 0, call, uneven)
+    uneven = f"{num_heads} query heads ({names[1]}) do not divide among {num_kv_heads} key/value heads ({names[2]})"
+    require(num_heads % num_kv_heads == 0, call, f"{uneven}; choose a divisor of {num_heads}.")
     if head_dim is not None:
         return head_dim
     uneven = f"hidden_size {hidden_size} is not a multiple of {num_heads} heads ({names[1]})"

@@ -80,8 +80,7 @@ class FunctionalGradient(nn.Module):
         self.head_dim = covariate_size // num_heads
         flags(CALL, average=average)
         one_of(CALL, "variant", variant, VARIANTS)
-        hint = "change one, or give variant='full', where every head averages the whole value"
-        uneven = f"value_size {value_size} is not a multiple of {num_heads} heads (num_heads); {hint}."
+        uneven = f"value_size {value_size} is not a multiple of {num_heads} heads; change one, or give variant='full'."
         require(variant == "full" or value_size % num_heads == 0, CALL, uneven)
         self.covariate_size, self.value_size, self.num_heads = covariate_size, value_size, num_heads
         self.spec = check_kernel(CALL, as_spec(spec, CALL))
@@ -174,8 +173,7 @@ class FunctionalGradient(nn.Module):
         text = "pairs are of several documents, but a cache was given, which holds one per row; leave one of them out."
         require(cache is None or pairs is None or pairs.segments is None, CALL, text)
         if is_causal and cache is None and n != rows - 1:
-            why = "value j follows covariate j, and the last covariate has no value yet"
-            raise ArgumentError(f"{CALL}: {n} values for {rows} covariates, expected one less: {why}.")
+            raise ArgumentError(f"{CALL}: {n} values for {rows} covariates, expected one less: the last has none yet.")
 
     def _values(self, values: Tensor, last: int) -> Tensor:
         """Return what the heads average of the last values [B, n, E]: [B, H or 1, last, Dv]."""

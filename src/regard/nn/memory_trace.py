@@ -256,8 +256,7 @@ class WriterTrace(MemoryObserver):
 
     def retrieved(self) -> Retrieved:
         """Return all reads so far; raise ArgumentError if there is none."""
-        text = "the trace recorded no read; call the model inside `observed(...)`."
-        require(bool(self._reads), "WriterTrace.retrieved", text)
+        require(bool(self._reads), "WriterTrace.retrieved", "it recorded no read; call the model in `observed(...)`.")
         row, position, slots, weights, writers = zip(*self._reads, strict=True)
         wrote = Writers(*map(torch.cat, zip(*writers, strict=True)))
         return Retrieved(torch.cat(row), torch.cat(position), torch.cat(slots), torch.cat(weights), wrote)

@@ -27,16 +27,14 @@ _ARGUMENTS = (
 def one_cache(call: str, cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
     """Return the cache that was given under either of its names; None if there is none."""
     both = cache is not None and past_key_values is not None and cache is not past_key_values
-    names = "cache and past_key_values are two names of one argument"
-    require(not both, call, f"{names}, and both were given; leave one out.")
+    require(not both, call, "cache and past_key_values are two names of one argument; leave one out.")
     return past_key_values if cache is None else cache
 
 
 def positions_kept(call: str, logits_to_keep: int | Tensor, labels: Tensor | None) -> slice | Tensor:
     if isinstance(logits_to_keep, Tensor):
-        why = "labels are shifted by one and need neighbouring positions"
-        hint = "give a number, or label -100 where no token is predicted"
-        require(labels is None, call, f"logits_to_keep is a tensor of positions and labels are given; {why}: {hint}.")
+        why = "but labels, shifted by one, need neighbouring ones; give a number, or label -100 where none is predicted"
+        require(labels is None, call, f"logits_to_keep is a tensor of positions, {why}.")
         return logits_to_keep
     if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
         raise ArgumentError(f"{call}: logits_to_keep is {logits_to_keep!r}, expected 0 (all), a number or positions.")

@@ -122,8 +122,7 @@ class RegardModel(RegardPreTrainedModel):
             width = self.embed_tokens.embedding_dim
             ok = isinstance(inputs_embeds, Tensor) and inputs_embeds.is_floating_point() and inputs_embeds.dim() == 3
             if not ok or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != width:
-                expected = f"floating-point embeddings [B, T, {width}] with T >= 1"
-                raise refuse(self.call, "inputs_embeds", inputs_embeds, expected)
+                raise refuse(self.call, "inputs_embeds", inputs_embeds, f"floats [B, T, {width}] with T >= 1")
             return inputs_embeds
         ok = isinstance(input_ids, Tensor) and input_ids.dtype in (torch.int64, torch.int32) and input_ids.dim() == 2
         if not ok or input_ids is None or input_ids.shape[1] == 0:
@@ -249,8 +248,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             empty = "there is nothing to continue; begin with one token, such as bos_token_id"
             raise refuse(call, name, prompt, f"{axes} with T >= 1: {empty}")
         long = f"the prompt has {prompt.shape[1]} tokens, more than the model's context of {context}"
-        hint = "shorten it, or raise config.max_position_embeddings beyond the trained length"
-        require(prompt.shape[1] <= context, call, f"{long}; {hint}.")
+        require(prompt.shape[1] <= context, call, f"{long}; shorten it, or raise config.max_position_embeddings.")
         vocabulary = self.config.vocab_size
         if tokens is not None and (tokens.is_floating_point() or ((tokens < 0) | (tokens >= vocabulary)).any()):
             raise ArgumentError(arguments.outside(call, tokens, vocabulary))
@@ -344,8 +342,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         require(type(ignored) is int, call, f"ignore_index is {ignored!r}, expected an integer.")
         integers(call, "labels", labels, *logits.shape[:2])
         if labels.shape[1] == 1 and shifted is None:
-            nothing = "labels of one position leave nothing to predict; a token is predicted from those before it"
-            raise ArgumentError(f"{call}: {nothing}.")
+            raise ArgumentError(f"{call}: labels of one position leave nothing to predict; give more positions.")
         excluded = arguments.not_predicted(mask, documents, labels.shape[1])
         labels = labels if excluded is None else labels.masked_fill(excluded, ignored)
         predicted = labels[:, 1:]
@@ -370,8 +367,7 @@ def tell_step(model: nn.Module, step: int) -> None:
 def check_cache(call: str, cache: Cache, layers: int, rows: int) -> None:
     """Check that a cache that holds tokens has as many layers as the model, and keys of as many rows as the tokens."""
     if len(cache.layers) != layers and cache.get_seq_length() > 0:
-        other = f"cache holds {len(cache.layers)} layers of another model, expected {layers}"
-        raise ArgumentError(f"{call}: {other}; leave it out or give model.model.new_cache().")
+        raise ArgumentError(f"{call}: cache has {len(cache.layers)} layers, not {layers}; use model.model.new_cache().")
     every = (getattr(layer, "keys", None) for layer in cache.layers)  # of a quantised cache maybe empty
     held = next((keys.shape[0] for keys in every if keys is not None and keys.dim() == 4), rows)
     if held != rows:

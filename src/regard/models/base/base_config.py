@@ -107,8 +107,7 @@ class RegardConfig(PreTrainedConfig):
         """
         given = config_dict.get("model_type", cls.model_type)
         problem = f"the configuration is of model type {given!r}, expected {cls.model_type!r}"
-        auto = "transformers.AutoModelForCausalLM chooses the class by itself"
-        require(given == cls.model_type, cls.__name__, f"{problem}; {auto}.")
+        require(given == cls.model_type, cls.__name__, f"{problem}; transformers' Auto classes choose by themselves.")
         if "transformers_version" in config_dict:  # `save_pretrained` wrote it, with every field
             base = {each.name for each in fields(PreTrainedConfig)}  # transformers leaves out its own defaults
             same = config_dict.get("regard_version") == __version__  # fields of subclasses may be younger than the file

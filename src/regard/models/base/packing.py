@@ -127,16 +127,15 @@ def _from_lengths(call: str, given: dict[str, Any], tokens: tuple[int, int], fau
         if ends.shape[0] < 2:
             raise ArgumentError(f"{call}: {name} has shape {shape(ends)}, expected 0 and the end of each document.")
         if batch != 1:
-            rows = f"but {batch} rows are given; give segment_ids [B, T]"
-            raise ArgumentError(f"{call}: {name} says how one row is packed, {rows}.")
+            one = f"{name} says how one row is packed, but {batch} rows are given; give segment_ids [B, T]."
+            raise ArgumentError(f"{call}: {one}")
         invalid = (ends[0] != 0) | (ends[-1] != length) | (ends[1:] < ends[:-1]).any()
         faults[f"{name} must begin with 0, end with the number of tokens and never fall"] = invalid
     ends, *others = given.values()
     for other in others:
         if other.shape != ends.shape:
             differ = f"cu_seq_lens_q has shape {shape(ends)} and cu_seq_lens_k {shape(other)}"
-            same = "queries and keys are the same tokens here, so give the same lengths"
-            raise ArgumentError(f"{call}: {differ}; {same}.")
+            raise ArgumentError(f"{call}: {differ}; queries and keys are the same tokens, so give the same lengths.")
         differ = (ends != other).any()
         faults["cu_seq_lens_q and cu_seq_lens_k differ; queries and keys are the same tokens here"] = differ
     index = torch.arange(length, device=ends.device, dtype=ends.dtype)

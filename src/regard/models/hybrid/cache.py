@@ -51,9 +51,8 @@ class MemoryCacheLayer(StateCacheLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row b by row `beam_idx[b]`; raise `ArgumentError` if the rows share one memory."""
-        shared = "beam search needs a memory for every beam, and this one is shared by the batch"
-        hint = "sample or decode greedily, or build the model with shared=False in its memory_options"
-        require(not getattr(self.memory, "shared", False), "MemoryCacheLayer", f"{shared}; {hint}.")
+        text = "beam search needs a memory for every beam, but rows share one; give shared=False in memory_options."
+        require(not getattr(self.memory, "shared", False), "MemoryCacheLayer", text)
         super().reorder_cache(beam_idx)
 
 

@@ -243,8 +243,7 @@ class HybridConfig(RegardConfig):
                 within(self.call, "temperatures", temperature.require, self.call, mixer)
                 within(self.call, "ridges", ridge.require, self.call, mixer)
             elif not temperature.neutral or str(ridge) != "fixed":
-                problem = f"{mixer} takes neither a temperature nor a ridge; give 'fixed' for its layer"
-                raise ArgumentError(f"{self.call}: {problem}.")
+                raise ArgumentError(f"{self.call}: {mixer} takes neither a temperature nor a ridge; give it 'fixed'.")
         self.temperatures = [str(rule) for rule in temperatures]
         self.ridges = [str(rule) for rule in ridges]
         places = self.layer_memories()

@@ -119,8 +119,7 @@ class ICLMConfig(RegardConfig):
     def normalise(self) -> None:
         positive_int(self.call, "num_hidden_layers", self.num_hidden_layers)
         if self.num_hidden_layers % 2:
-            expected = "an even number: pairs of a covariate block and an f block"
-            raise refuse(self.call, "num_hidden_layers", self.num_hidden_layers, expected)
+            raise refuse(self.call, "num_hidden_layers", self.num_hidden_layers, "an even number: pairs of blocks")
         super().normalise()
         for name in ("rope_theta", "layer_norm_eps"):
             number(self.call, name, getattr(self, name), low=0.0, strict=True)

@@ -118,5 +118,5 @@ class PairLayer(OwnCacheLayer):
 
 def check_crop(tokens_to_remove: int) -> None:
     """Check that the number of tokens to remove is given as a number <= 0."""
-    expected = "expected a number <= 0, minus the tokens to remove"
-    require(tokens_to_remove <= 0, "ICLMCache.crop", f"got {tokens_to_remove}, {expected}.")
+    text = f"got {tokens_to_remove}, expected a number <= 0, minus the tokens to remove."
+    require(tokens_to_remove <= 0, "ICLMCache.crop", text)

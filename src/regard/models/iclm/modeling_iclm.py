@@ -256,8 +256,7 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
         differ = "cache is for {} covariate and {} f blocks, the model has {} and {}".format(*cached, *blocks)
         require(cached == blocks, self.call, f"{differ}; use model.model.new_cache().")
         rows = next((x.shape[0] for x in cache.shared.grown.values()), batch)
-        differ = f"cache has {rows} sequences, but the input has {batch}; use one cache per batch."
-        require(rows == batch, self.call, differ)
+        require(rows == batch, self.call, f"cache has {rows} sequences, but the input has {batch}; use one per batch.")
         return cache
 
     def _angles(self, positions: Tensor, heads: Any, dtype: torch.dtype) -> Angles:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...checks import ArgumentError
+from ...checks import require
 from ...pairwise.visibility import Visibility, runs_of
 from ..arguments import columns_of
 
@@ -44,10 +44,9 @@ def visible_places(
     reach = None if order.window is None else order.window + order.exclude_self
     slides = layer.is_sliding and reach is not None and reach <= layer.max_cache_len
     if not slides and not torch.compiler.is_compiling() and device.type == "cpu":
-        total = int(past) + tokens
-        if total > layer.max_cache_len:
-            full = f"the cache has places for {layer.max_cache_len} tokens, and this call makes it {total}"
-            raise ArgumentError(f"{call}: {full}; make a longer cache.")
+        places, total = layer.max_cache_len, int(past) + tokens
+        full = f"the cache has places for {places} tokens, and this call makes it {total}; make a longer cache."
+        require(total <= places, call, full)
     places, first = layer.get_mask_sizes(tokens)
     key = torch.arange(first, first + places, device=device)
     last = torch.arange(tokens, device=device)[:, None] + past - int(order.exclude_self)

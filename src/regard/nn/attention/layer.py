@@ -238,9 +238,8 @@ class Attention(nn.Module):
         if layer is None:
             args.require_growing(cache, CALL)
         if hasattr(layer, "linear_state") and (self.window is not None or not finite_features(self.spec)):
-            why = f"{self.spec} {'with a window ' if self.window else ''}needs keys and values"
-            hint = "use a transformers.DynamicCache"
-            raise ArgumentError(f"{CALL}: the cache holds sums at layer {self.layer_idx}, but {why}; {hint}.")
+            why = f"{self.spec} {'with a window ' if self.window else ''}needs keys and values; use a DynamicCache"
+            raise ArgumentError(f"{CALL}: the cache holds sums at layer {self.layer_idx}, but {why}.")
         return layer
 
     def _attend_to_sums(

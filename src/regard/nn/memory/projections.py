@@ -86,8 +86,7 @@ class MemoryProjections(nn.Module):
         super().__init__()
         call = "nn.MemoryProjections"
         positive_ints(call, hidden_size=hidden_size, query_dim=query_dim, value_dim=value_dim)
-        single = "the z-score needs value_dim >= 2; widen it, or value_norm=False."
-        require(value_dim >= 2 or not value_norm, call, single)
+        require(value_dim >= 2 or not value_norm, call, "value_norm needs value_dim >= 2; change one of them.")
         number(call, "norm_eps", norm_eps, low=0.0, strict=True)
         flags(call, value_norm=value_norm, gating=gating)
         self.value_norm, self.gating = value_norm, gating
