@@ -78,8 +78,7 @@ class SlotStatistics(MemoryObserver):
         seen = valid[..., None].expand(slots.shape)
         at = slots.flatten(1)
         self.reads[: len(slots)].scatter_add_(1, at, seen.flatten(1).to(self.reads.dtype))
-        mass = torch.where(seen, weights.detach().double(), 0)
-        self.mass[: len(slots)].scatter_add_(1, at, mass.flatten(1))
+        self.mass[: len(slots)].scatter_add_(1, at, torch.where(seen, weights.detach().double(), 0).flatten(1))
 
     def summary(self) -> dict[str, float]:
         """Return one number per statistic, the mean over the memories that were read.

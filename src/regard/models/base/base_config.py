@@ -111,8 +111,7 @@ class RegardConfig(PreTrainedConfig):
         if "transformers_version" in config_dict:  # `save_pretrained` wrote it, with every field
             base = {each.name for each in fields(PreTrainedConfig)}  # transformers leaves out its own defaults
             same = config_dict.get("regard_version") == __version__  # fields of subclasses may be younger than the file
-            written = own_fields(cls if same else RegardConfig)
-            missing = [name for name in written if name not in {*config_dict, *base}]
+            missing = [name for name in own_fields(cls if same else RegardConfig) if name not in {*config_dict, *base}]
             lost = f"the saved configuration has no {', '.join(map(repr, missing))}, which save_pretrained writes"
             hint = "its default may be another model: give the field its value, or save the model again"
             require(not missing, cls.__name__, f"{lost}; {hint}.")
@@ -227,9 +226,8 @@ class RegardConfig(PreTrainedConfig):
             several = name == "eos_token_id" and isinstance(given, list) and len(given) > 0
             for token in given if several else [given]:
                 if token is not None and not (type(token) is int and 0 <= token < self.vocab_size):
-                    raise refuse(
-                        self.call, name, given, f"None or a token from 0 to {self.vocab_size - 1} (vocab_size - 1)"
-                    )
+                    last = f"{self.vocab_size - 1} (vocab_size - 1)"
+                    raise refuse(self.call, name, given, f"None or a token from 0 to {last}")
 
 
 def _home(kind: type) -> str:

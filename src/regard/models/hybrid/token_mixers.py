@@ -289,8 +289,7 @@ def decaying_attention(heads: Heads, log_decay: Tensor) -> tuple[Tensor, State]:
 
 def gates(projected: Tensor) -> Tensor:
     """Return numbers of tokens and heads [B, T, H] as [B, H, T], in float32 at least."""
-    wide = torch.promote_types(projected.dtype, torch.float32)
-    return projected.transpose(1, 2).contiguous().to(wide)
+    return projected.transpose(1, 2).contiguous().to(torch.promote_types(projected.dtype, torch.float32))
 
 
 def convolved(inputs: Tensor, weight: Tensor, segment_ids: Tensor | None) -> Tensor:

@@ -108,8 +108,7 @@ class Contributions:
         types, type_of_token = self.input_ids.unique(return_inverse=True)
         each = self.per_token(tokens)
         index = type_of_token[:, None, :, None].expand(-1, *each.shape[1:2], -1, each.shape[3])
-        total = each.new_zeros(*each.shape[:2], len(types), each.shape[3])
-        return types, total.scatter_add(2, index, each)
+        return types, each.new_zeros(*each.shape[:2], len(types), each.shape[3]).scatter_add(2, index, each)
 
     def vocabulary(self, size: int = 4096) -> Iterator[Tensor]:
         """Yield all tokens in pieces of at most `size`, to be passed as `tokens`."""
@@ -142,8 +141,7 @@ class Contributions:
 
     def _heads(self, layer: int) -> Tensor:
         """Return what each head adds to f, [B, Q, H, E]."""
-        averaged = self.weights[layer] @ self.values[layer]
-        return torch.einsum("bhqd,hed->bqhe", averaged, self.outputs[layer])
+        return torch.einsum("bhqd,hed->bqhe", self.weights[layer] @ self.values[layer], self.outputs[layer])
 
     def _match(self, layer: int, tokens: Tensor | None) -> Tensor:
         """Return d_v . P_h r_j: [B, H, T, M], or [B, Q, H, T, M] if each position has its own tokens."""

@@ -209,8 +209,7 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
             return super()._embed(input_ids, inputs_embeds)
         if input_ids is None or inputs_embeds is not None:
             raise ArgumentError(f"{self.call}: give input_ids; with tie_phi=False the covariates have their own table.")
-        embedded = super()._embed(input_ids, None)
-        return torch.cat((embedded, self.embed_covariates(input_ids)), -1)
+        return torch.cat((super()._embed(input_ids, None), self.embed_covariates(input_ids)), -1)
 
     def decode(self, embedded: Tensor, context: Context) -> Decoded:
         cache, config = self._checked_cache(context.cache, len(embedded)), self.config

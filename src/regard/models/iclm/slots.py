@@ -108,8 +108,7 @@ def _packed(positions: Tensor, mask: Tensor | None, segments: Tensor, start: boo
 
     # A token writes to its own slot and the one before. The latter is a start slot, or is overwritten by its own token.
     def spread(start: Tensor, token: Tensor, left: int) -> Tensor:
-        before = start.new_full((batch, rows), left).scatter(1, token_slots - 1, start)
-        return before.scatter(1, token_slots, token)
+        return start.new_full((batch, rows), left).scatter(1, token_slots - 1, start).scatter(1, token_slots, token)
 
     slot_documents = spread(documents, documents, tokens)  # the unused slots are a separate document
     following = spread(_first(positions, mask, segments), positions + 1, 0)

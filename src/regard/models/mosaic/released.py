@@ -101,8 +101,7 @@ def from_released(weights: Mapping[str, Tensor], **changes: Any) -> MemoryMosaic
     left = {name: tensor for name, tensor in weights.items() if not name.endswith(names.buffers)}
     model = MemoryMosaicForCausalLM(_config(names, left, changes))
     ours = {name: _shaped(name, _pop(left, theirs), model) for name, theirs in _name_pairs(names, model)}
-    embedding = ours["model.embed_tokens.weight"]
-    head = _pop(left, [names.head]) if names.head in left else embedding
+    head = _pop(left, [names.head]) if names.head in left else ours["model.embed_tokens.weight"]
     tied = torch.equal(head, weights[names.embedding]) or not model.config.tie_word_embeddings
     require(tied, CALL, f"{names.head} differs from {names.embedding}; give tie_word_embeddings=False to keep both.")
     require(not left, CALL, f"unknown names {', '.join(sorted(left)[:3])}; expected the weights of one model.")

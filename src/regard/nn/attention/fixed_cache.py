@@ -27,7 +27,7 @@ class Seen(NamedTuple):
         """Return how many keys each query sees, int64 [B or 1, H or 1, Tq]."""
         tokens, keys = query.shape[2], key.shape[2]
         runs = None if self.segment_ids is None else runs_of(self.segment_ids)
-        visible = Visibility(tokens, keys, *self[:3], keys - tokens, mask=self.attn_mask, runs=runs)
+        visible = Visibility(tokens, keys, *self[:3], keys - tokens, self.attn_mask, runs)
         return visible.counts(query.device)
 
 

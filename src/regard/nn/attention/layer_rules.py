@@ -22,8 +22,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         for name in self.positive:
-            value = number(self.name, name, getattr(self, name), low=0.0, strict=True)
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, number(self.name, name, getattr(self, name), low=0.0, strict=True))
 
     def __str__(self) -> str:
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]

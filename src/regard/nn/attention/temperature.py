@@ -177,8 +177,7 @@ class PowerTemperature(Temperature):
         return {"log_base": math.log(self.base), "log_gain": math.log(self.gain), "logit_exponent": math.log(odds)}
 
     def multiplier(self, n: Tensor, learned: Learned) -> Tensor:
-        growth = n ** learned["logit_exponent"].sigmoid()
-        return learned["log_base"].exp() + learned["log_gain"].exp() * growth
+        return learned["log_base"].exp() + learned["log_gain"].exp() * n ** learned["logit_exponent"].sigmoid()
 
 
 def as_temperature(given: str | Temperature, call: str = "as_temperature", argument: str = "given") -> Temperature:

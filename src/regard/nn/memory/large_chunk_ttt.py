@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import pad, silu, softplus
 
 from ...checks import ArgumentError, choice, flags, number, optional_whole, require, segments, shape, within
 from ...memory.large_chunk import LargeChunkMemory, LargeChunkState, flush, large_chunk_ttt
@@ -283,5 +283,4 @@ def _documents(segment_ids: Tensor, counted: Tensor, keys: int) -> Tensor:
     last = torch.where(counted, at, -1).cummax(1).values
     first = counted.int().argmax(1, keepdim=True)
     ids = ids.gather(1, torch.where(last < 0, first, last))
-    change = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (keys - tokens + 1, 0))
-    return change.long().cumsum(1)
+    return pad(ids[:, 1:] != ids[:, :-1], (keys - tokens + 1, 0)).long().cumsum(1)

@@ -123,10 +123,8 @@ class PersistentMemory(PerHead):
         elif self.sharpness is not None:
             query = query * self.sharpness().to(query.dtype)[:, None, None]
         slot_keys, slot_values = self.slot_keys.to(query.dtype), self.slot_values.to(query.dtype)
-        outputs = [
-            attention(query, key[None], value[None], self.spec, scale=scale)
-            for key, value in zip(slot_keys, slot_values, strict=True)
-        ]
+        pairs = zip(slot_keys, slot_values, strict=True)
+        outputs = [attention(query, key[None], value[None], self.spec, scale=scale) for key, value in pairs]
         out = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
         out = out * (GAIN * self.scale).exp().to(out.dtype)[:, None, None]
         rows = out[0].unflatten(1, (batch, tokens)).permute(1, 2, 0, 3)
