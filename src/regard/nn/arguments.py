@@ -40,13 +40,12 @@ def plain_linear(call: str, layer: nn.Module, device: torch.device) -> tuple[Ten
 def plain_table(layer: nn.Module, device: torch.device) -> Tensor:
     """Return the table [V, C] of an embedding layer; with an adapter or offloaded, as `plain_linear` does."""
     weight: Any = layer.weight
-    if isinstance(layer, nn.Embedding) and not _elsewhere(weight, device):
-        return weight
-    return layer(torch.arange(weight.shape[0], device=device))
+    held = isinstance(layer, nn.Embedding) and not _elsewhere(weight, device)
+    return weight if held else layer(torch.arange(weight.shape[0], device=device))
 
 
 def plain_filters(layer: nn.Module, device: torch.device) -> Tensor:
-    """Return the filters [G, W] of a depthwise convolution without bias; if elsewhere, as `plain_linear` does."""
+    """Return the filters [G, W] of a depthwise convolution without bias, read as in `plain_linear`."""
     weight: Any = layer.weight
     if isinstance(layer, nn.Conv1d) and not _elsewhere(weight, device):
         return weight[:, 0]

@@ -188,14 +188,14 @@ class FunctionalGradient(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, pairs: Pairs | None, output_attentions: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the weighted sums of values [B, H, rows, Dv] and the weights [B, H, rows, n] or None."""
-        value = value.to(query.dtype)  # under autocast projections are narrower than embeddings
         mask = None if pairs is None else pairs.visible[:, None, None]
         # the query of row i is at the position of the pair that the row completes
         segments = None if pairs is None or pairs.segments is None else pairs.segments[:, 1:]
         how: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "segment_ids": segments}
         if self.average and not self.spec.weighting.normalised:  # 1 / the number of pairs that a row sees
             how["share"] = 1 / Seen(**how).counts(query, key).clamp_min(1).to(query.dtype)[..., None]
-        value = value.expand(-1, self.num_heads, -1, -1)
+        # under autocast projections are narrower than embeddings
+        value = value.to(query.dtype).expand(-1, self.num_heads, -1, -1)
         out, weights = observed_attention(self, query, key, value, output_attentions, **how)
         if weights is not None and mask is not None:  # a hook may have changed the weights of padding
             weights = weights.masked_fill(~mask, 0)

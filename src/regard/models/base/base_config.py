@@ -53,7 +53,7 @@ class RegardConfig(PreTrainedConfig):
         num_hidden_layers: number of layers.
         num_attention_heads: number of attention heads per layer.
         mixers: one spec (text, preset or `Spec`) for all layers, or one for each; stored as a list of canonical texts.
-        max_position_embeddings: longest sequence in training. `generate` refuses longer prompts.
+        max_position_embeddings: longest sequence in training and prompt of `generate`; longer ones can be computed.
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: use the embedding matrix as the output matrix.
         use_cache: return a cache from calls outside training.

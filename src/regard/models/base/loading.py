@@ -1,6 +1,6 @@
 """Loading of saved models that treats a mismatch as an error.
 
-transformers initialises missing tensors at random, ignores unknown ones and only warns: it is not the trained model.
+transformers initialises missing tensors at random, ignores unknown ones and only warns; that is not the trained model.
 """
 
 from collections.abc import Mapping

@@ -93,21 +93,17 @@ class LearnedNumbers(PerHead):
     def __init__(self, spec: Spec, heads: int, dim: int, names: Sequence[str], start: str) -> None:
         super().__init__()
         starts = _starts(spec, dim, names, start)
-        self.names = tuple(starts)
+        self.labels = {name: name if name == "bias" else f"log_{name}" for name in starts}
         logs = {n: value if n == "bias" else math.log(value - (n == "alpha")) for n, value in starts.items()}
-        self.add_numbers(heads, **{_label(n): value for n, value in logs.items()})
+        self.add_numbers(heads, **{self.labels[n]: value for n, value in logs.items()})
 
     def forward(self) -> dict[str, Tensor]:
         """Return `params` of `regard.attention`, each [H, 1]."""
         params = {}
-        for name in self.names:
-            value = getattr(self, _label(name))[:, None]
+        for name, label in self.labels.items():
+            value = getattr(self, label)[:, None]
             params[name] = value if name == "bias" else value.exp() + (name == "alpha")
         return params
-
-
-def _label(name: str) -> str:
-    return name if name == "bias" else f"log_{name}"
 
 
 def _starts(spec: Spec, dim: int, names: Sequence[str], start: str) -> dict[str, float]:
