@@ -68,9 +68,8 @@ def observed_attention(
         return out if share is None else out * share, None
     out, diagnostics = diagnosed_attention(query, key, value, layer.spec, **arguments)
     if columns is not None:  # otherwise the weights stay the tensor that the output is computed from, for `retain_grad`
-        missing = columns - key.shape[2]
         parts = {"weights": diagnostics.weights, "effective_weights": diagnostics.effective_weights}
-        padded = {name: pad(w, (0, missing)) for name, w in parts.items() if w is not None}
+        padded = {name: pad(w, (0, columns - key.shape[2])) for name, w in parts.items() if w is not None}
         diagnostics = replace(diagnostics, **padded)
     if layer.observer is not None:
         layer.observer(layer.layer_idx, diagnostics.detached())

@@ -193,14 +193,14 @@ class RegardConfig(PreTrainedConfig):
         require(len(mixers) == count, self.call, text)
         return [self.read_mixer(mixer) for mixer in mixers]
 
-    def one_per_layer(self, name: str, kind: type, example: str) -> Sequence[Any]:
-        """Return the field `name` (rules or their texts) as a sequence with one entry per layer."""
+    def one_per_layer(self, name: str, kinds: tuple[type, ...], single: str) -> Sequence[Any]:
+        """Return the field `name` with one entry per layer; a value of `kinds`, `single` in words, is for all."""
         given = getattr(self, name)
-        if isinstance(given, (str, kind)):
+        if isinstance(given, kinds):
             return [given] * self.mixed_layers
         if not isinstance(given, Sequence) or len(given) != self.mixed_layers:
-            each = f"a rule such as {example!r}, or a list with one for each of {self.mixed_layers} layers"
-            raise refuse(self.call, name, given, each)
+            several = f"{single}, or a list with one for each of {self.mixed_layers} layers"
+            raise refuse(self.call, name, given, several)
         return given
 
     def fill(self, name: str, default: int) -> int:

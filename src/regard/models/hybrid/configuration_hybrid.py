@@ -9,17 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+from torch import nn
 
 from ... import Spec
 from ...checks import ArgumentError, choice, number, refuse, require, shown, suggestion, whole, within
-from ...nn import Ridge, Temperature, as_ridge, as_temperature
+from ...nn import Attention, Ridge, Temperature, as_ridge, as_temperature
 from ...nn.arguments import check_heads, check_shared, check_window
 from ...nn.attention.norm import NORMS, QK_NORMS
 from ...nn.feed_forward import feed_forwards
 from ...nn.memories import memory_layers
 from ...registry import Registry
 from ..base.base_config import RegardConfig
-from .token_mixers import TokenMixer, read_mixer, token_mixers
+from .token_mixers import read_mixer, token_mixers
 
 Places = dict[int, list[str]]
 """Layer -> names of its memories: one beside the feed-forward layer, one instead of it, or both."""
@@ -158,14 +159,8 @@ class HybridConfig(RegardConfig):
 
     def layer_windows(self) -> list[int | None]:
         """Return the window of each layer's attention, None for all tokens; raise `ArgumentError` if it is invalid."""
-        if self.window is None or isinstance(self.window, int):
-            windows: list[int | None] = [self.window] * self.num_hidden_layers
-        elif isinstance(self.window, Sequence) and len(self.window) == self.num_hidden_layers:
-            windows = [None if each == "none" else each for each in self.window]
-        else:
-            kinds = f"a positive integer, None, or a list with one for each of {self.num_hidden_layers} layers"
-            raise refuse(self.call, "window", self.window, kinds)
-        return [check_window(self.call, window) for window in windows]
+        windows = self.one_per_layer("window", (int, type(None)), "a positive integer, None")
+        return [check_window(self.call, None if window == "none" else window) for window in windows]
 
     def read_mixer(self, mixer: str | Spec) -> Any:
         return read_mixer(mixer, self.call, "mixers")
@@ -257,12 +252,17 @@ class HybridConfig(RegardConfig):
                 options = self.memory_options.get(name, {})
                 within(self.call, "memory_options", memory_layers.get(name), self.hidden_size, **options)
             for name in {mixer for mixer in mixers if isinstance(mixer, str)}:
-                within(self.call, "mixer_options", self.build_mixer, name, mixers.index(name))
+                within(self.call, "mixer_options", self.build_mixer, mixers.index(name))
 
-    def build_mixer(self, name: str, layer_idx: int) -> TokenMixer:
-        """Return the token mixer of this name for a layer, with the options of `mixer_options`."""
-        kind, options = token_mixers.get(name), cast(dict[str, Any], self.mixer_options)  # read by normalise
-        return kind.build(self, layer_idx, {**kind.defaults, **options.get(name, {})})
+    def build_mixer(self, layer_idx: int) -> nn.Module:
+        """Return the attention of a layer, or its token mixer with the options of `mixer_options`."""
+        mixer = self.layer_mixers()[layer_idx]
+        if isinstance(mixer, str):
+            kind, options = token_mixers.get(mixer), cast(dict[str, Any], self.mixer_options)  # read by normalise
+            return kind.build(self, layer_idx, {**kind.defaults, **options.get(mixer, {})})
+        how = self.attention_options(layer_idx) | {"window": self.layer_windows()[layer_idx], "spec": mixer}
+        how |= {"temperature": self.layer_temperatures()[layer_idx], "ridge": self.layer_ridges()[layer_idx]}
+        return Attention(self.hidden_size, self.num_attention_heads, **how)
 
     @property
     def rotary_dim(self) -> int:
@@ -279,7 +279,8 @@ class HybridConfig(RegardConfig):
         return self._rules("ridges", Ridge, as_ridge, "learned", lambda spec: spec.degree == 1)
 
     def _rules(self, name: str, kind: type, read: Any, example: str, takes: Callable[[Spec], bool]) -> list[Any]:
-        rules = [read(rule, self.call, name) for rule in self.one_per_layer(name, kind, example)]
+        given = self.one_per_layer(name, (str, kind), f"a rule such as {example!r}")
+        rules = [read(rule, self.call, name) for rule in given]
         fits = [isinstance(mixer, Spec) and takes(mixer) for mixer in self.layer_mixers()]
         if not isinstance(getattr(self, name), (str, kind)) or not any(fits):
             return rules

@@ -38,7 +38,7 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: HybridConfig, layer_idx: int, memory_index: int) -> None:
         super().__init__()
-        self.self_attn = _mixer(config, layer_idx)
+        self.self_attn = config.build_mixer(layer_idx)
         self.input_layernorm = make_norm(config.norm, config.hidden_size, config.rms_norm_eps)
         self.mlp: nn.Module | None = None
         self.memory: MemoryLayer | None = None
@@ -101,15 +101,6 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         if kept is not None:
             kept.memory = state
         return hidden + recalled
-
-
-def _mixer(config: HybridConfig, layer_idx: int) -> nn.Module:
-    mixer = config.layer_mixers()[layer_idx]
-    if isinstance(mixer, str):
-        return config.build_mixer(mixer, layer_idx)
-    options = config.attention_options(layer_idx) | {"window": config.layer_windows()[layer_idx]}
-    rules: Any = {"temperature": config.layer_temperatures()[layer_idx], "ridge": config.layer_ridges()[layer_idx]}
-    return Attention(config.hidden_size, config.num_attention_heads, spec=mixer, **rules, **options)
 
 
 class HybridPreTrainedModel(RegardPreTrainedModel):

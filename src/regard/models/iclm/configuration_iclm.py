@@ -131,7 +131,8 @@ class ICLMConfig(RegardConfig):
 
     def covariate_specs(self) -> list[Spec]:
         """Return the spec of each covariate attention, one per pair."""
-        return [as_spec(m, self.call, "phi_mixers") for m in self.one_per_layer("phi_mixers", Spec, "softmax")]
+        mixers = self.one_per_layer("phi_mixers", (str, Spec), "a spec such as 'softmax'")
+        return [as_spec(mixer, self.call, "phi_mixers") for mixer in mixers]
 
     def _normalise_widths(self) -> None:
         self.d_f = self.hidden_size if self.d_f is None else self.d_f

@@ -115,7 +115,7 @@ class MemoryMosaicConfig(RegardConfig):
 
     def layer_temperatures(self) -> list[Temperature]:
         """Return the temperature of each layer, first layer first."""
-        rules = self.one_per_layer("temperatures", Temperature, "log")
+        rules = self.one_per_layer("temperatures", (str, Temperature), "a rule such as 'log'")
         return [as_temperature(rule, self.call, "temperatures") for rule in rules]
 
     def persistent_spec(self) -> Spec:
