@@ -58,9 +58,8 @@ class ReleasedMemory(ContextualMemory):
     fallen: Tensor
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output_attentions: bool,
-        segment_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, segment_ids: Tensor | None, dense: bool
+    ) -> tuple[Tensor, Tensor | None]:
         assert mask is segment_ids is None
         assert self.sharpness is not None
         cosines = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32))

@@ -26,13 +26,13 @@ from ...checks import ArgumentError, require
 from ...nn import Attention, FunctionalGradient, HookPoint, expected_embedding, feed_forwards, rotary_angles
 from ...nn.arguments import plain_table
 from ...nn.functional_gradient import mean_embedding
-from ...nn.shifted_pairs import Pairs, pair_rows
+from ...nn.shifted_pairs import pair_rows
 from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel
 from ..base.catalogue import LanguageModel, language_models
 from ..base.loading import RegardPreTrainedModel
 from .configuration_iclm import ICLMConfig
 from .contributions import Contributions, trace
-from .iclm_cache import ICLMCache, PairLayer
+from .iclm_cache import ICLMCache
 from .slots import Slots, scatter_tokens
 
 Angles = tuple[Tensor, Tensor]
@@ -63,17 +63,10 @@ class CovariateBlock(GradientCheckpointingLayer):
         if config.phi_mlp != "none":
             self.mlp = ICLMFeedForward(config.phi_mlp, config.d_phi, config.intermediate_size, config.layer_norm_eps)
 
-    def forward(
-        self,
-        phi: Tensor,
-        angles: Angles,
-        mask: Tensor | None = None,
-        past_key_values: ICLMCache | None = None,
-        output_attentions: bool = False,
-        segment_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return phi [B, R, C] after the block, and attention weights [B, H, R, S] or None."""
-        attended, weights = self.attn(self.norm(phi), angles, mask, past_key_values, output_attentions, segment_ids)
+    def forward(self, phi: Tensor, *how: Any) -> tuple[Tensor, Tensor | None]:
+        """Return phi [B, R, C] after the block, and attention weights [B, H, R, S] or None; `how` are further arguments
+        of `Attention`."""
+        attended, weights = self.attn(self.norm(phi), *how)
         phi = phi + attended
         return phi if self.mlp is None else phi + self.mlp(phi), weights
 
@@ -95,21 +88,14 @@ class FunctionBlock(GradientCheckpointingLayer):
         self.hook_out = HookPoint()
 
     def forward(
-        self,
-        f: Tensor,
-        side: Tensor | None,
-        phi: Tensor,
-        values: Tensor,
-        angles: Angles | None,
-        pairs: Pairs | None = None,
-        cache: PairLayer | None = None,
-        output_attentions: bool = False,
+        self, f: Tensor, side: Tensor | None, phi: Tensor, values: Tensor, *how: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return f [B, R, E] and side after the block, and weights [B, H, rows, n] or None.
 
-        `side` is the sum of the feed-forward outputs that are kept apart from f; phi is [B, R, C], values [B, n, E].
+        `side` is the sum of the feed-forward outputs that are kept apart from f; phi is [B, R, C], values [B, n, E];
+        `how` are further arguments of `FunctionalGradient`.
         """
-        update, weights = self.attn(self.norm(phi), values, angles, pairs, cache, output_attentions)
+        update, weights = self.attn(self.norm(phi), values, *how)
         f = f + update
         if self.mlp is not None:
             added = self.mlp(f)

@@ -268,7 +268,7 @@ class ContextualMemory(PerHead):
             pair_keys = torch.cat([state.keys, pair_keys], 2)
             values = torch.cat([state.values, values], 2)
         visible = None if hidden is None else hidden.visible
-        out, weights = self._attend(keys, pair_keys, values, visible, output_attentions, segment_ids)
+        out, weights = self._attend(keys, pair_keys, values, visible, segment_ids, output_attentions)
         after = None
         if remember:
             tensors = (leaky.sums, leaky.non_finite, last_key[:, :, 0], last[:, :, 0], pair_keys, values)
@@ -276,13 +276,7 @@ class ContextualMemory(PerHead):
         return self.hook_out(self.out_proj(out.transpose(1, 2).flatten(2))), after, weights
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        output_attentions: bool,
-        segment_ids: Tensor | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, segment_ids: Tensor | None, dense: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return [B, H, T, D] and weights or None; query i sees the pairs up to the one that its token completed."""
         arguments: dict[str, Any] = {"is_causal": True, "params": self.numbers() or None}
@@ -291,7 +285,7 @@ class ContextualMemory(PerHead):
             mask = None if mask is None else pad(mask, (0, 1))
             arguments.update(exclude_self=True, segment_ids=segment_ids)
         arguments["attn_mask"] = None if mask is None else mask[:, None, None]
-        seen = output_attentions or self.hook_pattern.active or self.observer is not None
+        seen = dense or self.hook_pattern.active or self.observer is not None
         first = not seen and query.shape[2] == key.shape[2] + 1 > 1
         if first:  # without the first query, whose output is zero, there are as many queries as pairs
             query = query[:, :, 1:]
@@ -300,7 +294,7 @@ class ContextualMemory(PerHead):
             return pad(attention(query, key, value, self.spec, **arguments), (0, 0, 1, 0)), None
         # with the pair of the last token, which no query sees yet, weights have a column for every token
         columns = key.shape[2] + (segment_ids is None)
-        return observed_attention(self, query, key, value, output_attentions, columns=columns, **arguments)
+        return observed_attention(self, query, key, value, dense, columns=columns, **arguments)
 
     def _sharpen(self, query: Tensor, key: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Add beta^2 and the temperature to the arguments of attention; return queries and keys, of length beta if the
