@@ -37,11 +37,9 @@ LOADING_KEYS = HUB_KEYS | {
 keywords to the configuration and to the model."""
 
 
-MOST_LAYERS = 2**14
-"""Most layers of a model, whose configuration has lists with an entry for each: they take seconds."""
+MOST_LAYERS = 2**14  # most layers of a model, whose configuration has lists with an entry for each: they take seconds
 AUTO_MODULE = "regard_auto"
-_OF_THE_FILE = ("auto_map", "regard_version")
-"""Keys of a saved configuration that are no fields of the model."""
+_OF_THE_FILE = ("auto_map", "regard_version")  # keys of a saved configuration that are no fields of the model
 
 
 class RegardConfig(PreTrainedConfig):

@@ -90,8 +90,7 @@ def read_mixer(given: str | Spec, call: str, argument: str) -> str | Spec:
         raise ArgumentError(f"{call}: {argument}: {word!r} is neither a spec nor a token mixer.{hint}") from None
 
 
-States = tuple[Any, ...]
-"""What a mixer keeps, in the order of `cache_layer.held`; None before the first token."""
+States = tuple[Any, ...]  # what a mixer keeps, in the order of `cache_layer.held`; None before the first token
 
 
 class StateMixer(TokenMixer):

@@ -14,8 +14,7 @@ from ...nn.mosaic.features import LOOK_AHEAD, SCALE_LIMIT
 from ...nn.mosaic.persistent_memory import persistent_spec
 from ..base.base_config import RegardConfig
 
-SLOTS = 3.5
-"""Default slots of a persistent memory per channel of the model; a block then has 12 C^2 parameters."""
+SLOTS = 3.5  # default slots of a persistent memory per channel of the model; a block then has 12 C^2 parameters
 _NO_DROPOUT = "the fast implementations do not form the attention weights that it would drop; use weight decay"
 
 

@@ -42,11 +42,9 @@ from .features import (
 )
 
 CALL = "nn.ContextualMemory"
-LEARNED = ("h", "bias", "margin")
-"""Parameters of a spec that are learned per head by default."""
+LEARNED = ("h", "bias", "margin")  # parameters of a spec that are learned per head by default
 LEARNABLE = (*LEARNED, "alpha", "r", "ridge")
-WIDE = 0.075
-"""The share of random unit vectors to which an initial fixed bandwidth gives weight zero."""
+WIDE = 0.075  # the share of random unit vectors to which an initial fixed bandwidth gives weight zero
 STARTS = ("wide", "spec")
 UNIFORM_GRADIENTS = ("straight-through", "hard")
 

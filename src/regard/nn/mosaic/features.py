@@ -19,18 +19,12 @@ from torch import Tensor, nn
 from ...recurrent.leaky import LeakyState, leaky_average
 from ..attention.rotary import in_heads
 
-GAIN = 10.0
-"""Factor of the parameters per head."""
-RATES = (0.5, 5.0)
-"""Initial decay rates of the first and the last head, in nats per token."""
-SCALE_START = 1.0
-"""Initial log beta; scores are beta^2 times cosines."""
-VALUE_START = -0.5
-"""Initial logarithm of the length of values."""
-SCALE_LIMIT = 10.0
-"""Upper limit of log beta^2, so that float16 does not overflow."""
-LOOK_AHEAD = ("sum", "convex")
-"""How a value includes the next token: as in the paper, or as in the released programs."""
+GAIN = 10.0  # factor of the parameters per head
+RATES = (0.5, 5.0)  # initial decay rates of the first and the last head, in nats per token
+SCALE_START = 1.0  # initial log beta; scores are beta^2 times cosines
+VALUE_START = -0.5  # initial logarithm of the length of values
+SCALE_LIMIT = 10.0  # upper limit of log beta^2, so that float16 does not overflow
+LOOK_AHEAD = ("sum", "convex")  # how a value includes the next token: as in the paper, or as in the released programs
 
 
 def unit(x: Tensor, eps: float = 0.0) -> Tensor:

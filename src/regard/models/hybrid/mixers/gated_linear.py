@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from ....recurrent.states import State
 from ..token_mixers import Heads, RecurrentMixer, decaying_attention, token_mixers
 
-RANK = 16
-"""Of the projection that gives the rates."""
-SHARE = 16.0
-"""The root of the sigmoid that is taken, so that rates are near one at first."""
+RANK = 16  # of the projection that gives the rates
+SHARE = 16.0  # the root of the sigmoid that is taken, so that rates are near one at first
 
 
 @token_mixers.register("gla")

@@ -10,10 +10,8 @@ from transformers import initialization as init
 from ....recurrent.states import State
 from ..token_mixers import LongConvolution, long_convolution, token_mixers
 
-MODES = 16
-"""Decaying sums of each channel."""
-RATES = (1e-3, 1.0)
-"""The least and the largest rate of decay per token at the beginning."""
+MODES = 16  # decaying sums of each channel
+RATES = (1e-3, 1.0)  # the least and the largest rate of decay per token at the beginning
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from ..token_mixers import LongConvolution, long_convolution, token_mixers
 
 WAVES, WIDTH = 8, 32
 """Frequencies of a position, and hidden units of the network that makes filters of them."""
-LONGEST = 4096
-"""Positions over which the slowest frequency makes one turn."""
+LONGEST = 4096  # positions over which the slowest frequency makes one turn
 
 
 @dataclass(frozen=True)

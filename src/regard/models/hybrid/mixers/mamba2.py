@@ -8,8 +8,7 @@ from transformers import initialization as init
 from ....recurrent.states import State
 from ..token_mixers import Heads, RecurrentMixer, decaying_attention, gates, token_mixers
 
-STEPS = (1e-3, 1e-1)
-"""The least and the largest step at the beginning."""
+STEPS = (1e-3, 1e-1)  # the least and the largest step at the beginning
 
 
 @token_mixers.register("mamba2")
