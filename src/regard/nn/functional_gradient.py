@@ -25,10 +25,9 @@ from ..checks import ArgumentError, flags, floating, instance, one_of, optional_
 from ..grammar import Spec, as_spec
 from ..precision import autocast, full_precision
 from .arguments import check_hidden, check_positions, described, positive_int, positive_ints
-from .attention.fixed_cache import Seen
 from .attention.layer import Observer
 from .attention.rotary import in_heads
-from .hooks import HookPoint, observed_attention
+from .hooks import HookPoint, Seen, observed_attention
 from .shifted_pairs import Pairs, pair_rows
 
 CALL = "nn.FunctionalGradient"

@@ -6,12 +6,13 @@ Shapes: B batch, Tq queries, Tk keys, H query heads, Hkv key/value heads, Dv cha
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..pairwise.attention import attention, diagnosed_attention
+from ..pairwise.visibility import Visibility, runs_of
 
 
 class HookPoint(nn.Module):
@@ -48,6 +49,23 @@ def temporarily(thing: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(thing, name, value)
+
+
+class Seen(NamedTuple):
+    """Which keys a query sees: arguments of `regard.attention`."""
+
+    is_causal: bool = False
+    exclude_self: bool = False
+    window: int | None = None
+    attn_mask: Tensor | None = None
+    segment_ids: Tensor | None = None
+
+    def counts(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return how many keys each query sees, int64 [B or 1, H or 1, Tq]."""
+        tokens, keys = query.shape[2], key.shape[2]
+        runs = None if self.segment_ids is None else runs_of(self.segment_ids)
+        visible = Visibility(tokens, keys, *self[:3], keys - tokens, self.attn_mask, runs)
+        return visible.counts(query.device)
 
 
 def observed_attention(

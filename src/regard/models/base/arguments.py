@@ -33,8 +33,8 @@ def one_cache(call: str, cache: Cache | None, past_key_values: Cache | None) -> 
 
 def positions_kept(call: str, logits_to_keep: int | Tensor, labels: Tensor | None) -> slice | Tensor:
     if isinstance(logits_to_keep, Tensor):
-        why = "but labels, shifted by one, need neighbouring ones; give a number, or label -100 where none is predicted"
-        require(labels is None, call, f"logits_to_keep is a tensor of positions, {why}.")
+        why = "which need neighbouring positions; give a number, or label -100 where no token is predicted"
+        require(labels is None, call, f"logits_to_keep is a tensor of positions and labels are given, {why}.")
         return logits_to_keep
     if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
         raise ArgumentError(f"{call}: logits_to_keep is {logits_to_keep!r}, expected 0 (all), a number or positions.")

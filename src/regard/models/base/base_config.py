@@ -197,8 +197,7 @@ class RegardConfig(PreTrainedConfig):
         if isinstance(given, kinds):
             return [given] * self.mixed_layers
         if not isinstance(given, Sequence) or len(given) != self.mixed_layers:
-            several = f"{single}, or a list with one for each of {self.mixed_layers} layers"
-            raise refuse(self.call, name, given, several)
+            raise refuse(self.call, name, given, f"{single}, or a list with one for each of {self.mixed_layers} layers")
         return given
 
     def fill(self, name: str, default: int) -> int:

@@ -96,8 +96,7 @@ def _with_last(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return x [B or 1, T], x at the real token before each token, and whether both of them are real."""
     if real is None:
         before = torch.cat([x[:, :1], x[:, :-1]], 1)
-        follows = torch.arange(x.shape[1], device=x.device)[None] > 0
-        return x, before, follows
+        return x, before, torch.arange(x.shape[1], device=x.device)[None] > 0
     x = x.expand(real.shape)
     index = torch.arange(x.shape[1], device=x.device).expand(real.shape)
     last = torch.where(real, index, -1).cummax(1).values

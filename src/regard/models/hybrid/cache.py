@@ -31,7 +31,7 @@ class RegardCacheLayer(StateCacheLayer):
 
     held = ("linear_state",)
     positional = ("linear_state",)
-    update_refusal = "this layer holds sums that regard.nn.Attention updates; for keys and values use a DynamicCache."
+    update_refusal = "this layer holds sums, which regard.nn.Attention updates; for keys use a DynamicCache."
     no_way_back = "tokens cannot be removed from sums, as assistants do; give a transformers.DynamicCache, or none."
     linear_state: LinearState | None
 

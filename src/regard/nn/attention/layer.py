@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ...checks import ArgumentError, broadcastable, choice, flags, number, optional_whole, refuse, segments, shape
 from ...grammar import Spec, as_spec
 from ...recurrent.linear import LinearState, finite_features, linear_attention
 from .. import arguments as args
-from ..hooks import HookPoint, observed_attention
-from .fixed_cache import Seen, visible_places
+from ..hooks import HookPoint, Seen, observed_attention
 from .norm import QK_NORMS, HeadRMSNorm
 from .ridge import Ridge, RidgeProjection, as_ridge
 from .rotary import Rotary, in_heads, rotate
@@ -198,8 +198,7 @@ class Attention(nn.Module):
         else:
             seen = self.order
             if hasattr(layer, "max_cache_len"):  # of fixed length, as `StaticLayer`
-                attention_mask = visible_places(CALL, layer, attention_mask, query.shape[2], seen, key.device)
-                seen = Seen()
+                attention_mask, seen = self._places(layer, attention_mask, query.shape[2], key.device), Seen()
             if past_key_values is not None:
                 key, value = self._append(past_key_values, key, value, seen)
             seen = Seen(*seen[:3], self._mask(attention_mask, query, key), segment_ids)
@@ -242,6 +241,33 @@ class Attention(nn.Module):
             raise ArgumentError(f"{CALL}: the cache holds sums at layer {self.layer_idx}, but {why}.")
         return layer
 
+    def _places(self, layer: Any, mask: Tensor | None, tokens: int, device: torch.device) -> Tensor:
+        """Return which places of a cache of fixed length each token sees, boolean [B or 1, 1 or H, T, K]; to be asked
+        before `update`, after which the cache returns all K places.
+
+        `mask` is boolean [B, N] or [B, 1 or H, T, N]; further columns are of places that are not filled yet. More
+        tokens than places (checked on a CPU, where it costs no waiting) are an ArgumentError, unless the places are
+        those of the window.
+        """
+        past, exclude = layer.get_seq_length(), int(self.exclude_self)
+        slides = layer.is_sliding and self.window is not None and self.window + exclude <= layer.max_cache_len
+        if not slides and not torch.compiler.is_compiling() and device.type == "cpu":
+            places, total = layer.max_cache_len, int(past) + tokens
+            if total > places:
+                full = f"the cache has places for {places} tokens, and this call makes it {total}; make a longer cache"
+                raise ArgumentError(f"{CALL}: {full}.")
+        places, first = layer.get_mask_sizes(tokens)
+        key = torch.arange(first, first + places, device=device)
+        last = torch.arange(tokens, device=device)[:, None] + past - exclude
+        seen = key <= last
+        if self.window is not None:
+            seen = seen & (key > last - self.window)
+        if mask is None:
+            return seen[None, None]
+        mask = args.columns_of(CALL, mask, tokens, device)
+        missing = max(first + places - mask.shape[-1], 0)
+        return seen & pad(mask, (0, missing), value=False)[..., first : first + places]
+
     def _attend_to_sums(
         self, sums: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output_attentions: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -268,7 +294,7 @@ class Attention(nn.Module):
         """Append to the cache; return all keys and values that it holds, [B, Hkv, Tk, D]."""
         tokens = key.shape[2]
         key, value = cache.update(key, value, self.layer_idx)
-        if order.is_causal:  # `visible_places` has checked a cache of fixed length
+        if order.is_causal:  # `_places` has checked a cache of fixed length
             needed, why = cache.get_seq_length(self.layer_idx), "no window"
             hint = "use a cache that keeps all of them"
             if order.window is not None:

@@ -24,10 +24,9 @@ from ...pairwise.attention import attention
 from ...recurrent.leaky import LeakyState
 from ...recurrent.states import State
 from ..arguments import check_heads, check_hidden
-from ..attention.fixed_cache import Seen
 from ..attention.layer import Observer
 from ..attention.temperature import Temperature, as_temperature
-from ..hooks import HookPoint, observed_attention
+from ..hooks import HookPoint, Seen, observed_attention
 from ..shifted_pairs import Pairs, pair_rows
 from .features import (
     LOOK_AHEAD,

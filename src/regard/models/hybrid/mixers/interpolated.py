@@ -9,8 +9,7 @@ from transformers.cache_utils import DynamicLayer
 from ....checks import ArgumentError, within
 from ....grammar import Spec
 from ....nn import Attention
-from ....nn.attention.fixed_cache import Seen
-from ....nn.hooks import HookPoint
+from ....nn.hooks import HookPoint, Seen
 from ....recurrent.interpolated import interpolated_attention, require_averages
 from ....recurrent.trends import Trend, as_trend
 from ..token_mixers import TokenMixer, token_mixers
