@@ -39,15 +39,15 @@ class HookPoint(nn.Module):
 
 
 @contextmanager
-def temporarily(thing: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of `thing` inside a block, and restore them afterwards."""
-    before = {name: getattr(thing, name) for name in values}
+def temporarily(*things: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of `things` inside a block, and restore them afterwards."""
+    before = [(thing, name, getattr(thing, name)) for thing in things for name in values]
     try:
-        for name, value in values.items():
-            setattr(thing, name, value)
+        for thing, name, _ in before:
+            setattr(thing, name, values[name])
         yield
     finally:
-        for name, value in before.items():
+        for thing, name, value in before:
             setattr(thing, name, value)
 
 

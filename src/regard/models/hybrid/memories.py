@@ -4,8 +4,8 @@ The memories are layers (`regard.nn.memory_layers`); their states are in the mod
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -40,13 +40,10 @@ def chunk_size(model: nn.Module, tokens: int) -> AbstractContextManager[None]:
     return _with(model, chunk_size=tokens)
 
 
-@contextmanager
-def _with(model: nn.Module, **values: Any) -> Iterator[None]:
-    with ExitStack() as changes:
-        for module in model.modules():  # those that are written in chunks: memories, and token mixers with fast weights
-            if hasattr(module, "frozen") and hasattr(module, "chunk_size"):
-                changes.enter_context(temporarily(module, **values))
-        yield
+def _with(model: nn.Module, **values: Any) -> AbstractContextManager[None]:
+    """Set attributes of the modules that are written in chunks: memories, and token mixers with fast weights."""
+    written = (module for module in model.modules() if hasattr(module, "frozen") and hasattr(module, "chunk_size"))
+    return temporarily(*written, **values)
 
 
 def flush_memory(model: nn.Module, cache: Cache) -> None:
