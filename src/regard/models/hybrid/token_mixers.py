@@ -310,22 +310,17 @@ def short_convolution(
 ) -> tuple[Tensor, Tensor]:
     """Return silu of the convolution of [B, G, T] with [G, W] (None: the inputs as they are), and its last inputs.
 
-    `before` [B, G, W - 1] are the last inputs of earlier tokens (None: zeros); `real` as in `latest`.
+    `before` [B, G, W - 1] are the last inputs of earlier tokens (None: zeros); `real` [B, T] has real tokens first.
     """
     reach = 0 if weight is None else weight.shape[1] - 1
     past = mixed.new_zeros(*mixed.shape[:2], reach) if before is None else before.to(mixed.dtype)
     inputs = torch.cat((past, mixed), dim=-1)
     if weight is not None:
         mixed = F.silu(convolved(inputs, weight, segment_ids))
-    return mixed, latest(inputs, real, reach)
-
-
-def latest(inputs: Tensor, real: Tensor | None, reach: int) -> Tensor:
-    """Return the last `reach` inputs [B, G, reach] of each row, of [B, G, reach + T] with the real ones first."""
     if real is None:
-        return inputs[..., inputs.shape[-1] - reach :]
-    first = real.sum(1)[:, None] + torch.arange(reach, device=inputs.device)
-    return inputs.gather(2, first[:, None].expand(-1, inputs.shape[1], -1))
+        return mixed, inputs[..., inputs.shape[-1] - reach :]
+    last = real.sum(1)[:, None] + torch.arange(reach, device=inputs.device)
+    return mixed, inputs.gather(2, last[:, None].expand(-1, inputs.shape[1], -1))
 
 
 def long_convolution(inputs: Tensor, kernel: Tensor) -> Tensor:
