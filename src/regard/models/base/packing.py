@@ -40,15 +40,23 @@ class Documents:
     ) -> "Documents | None":  # fmt: skip
         """Read the arguments without waiting for the device; return None if none mentions documents, or if T = 1, where
         no document can begin. `real` [B, T] is False at padding, and `packing` has keywords of `ARGUMENTS`."""
+        for name in packing:
+            require(name in ARGUMENTS, call, f"unknown argument {name!r}.")
+        given: dict[str, Any] = {name: value for name, value in packing.items() if value is not None}
+        numbers: dict[str, Any] = {name: given[name] for name in ("segment_ids", "seq_idx") if name in given}
+        for name, ids in numbers.items():
+            token_numbers(call, name, ids, *tokens)
         faults: dict[str, Tensor] = {}
-        by_argument = _documents_by_argument(call, tokens, packing, faults)
+        ends: dict[str, Any] = {name: given[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if name in given}
+        if ends:
+            numbers["cu_seq_lens_q"] = _from_lengths(call, ends, tokens, faults)
+        if position_ids is not None:
+            numbers["position_ids"] = position_ids
         if tokens[1] == 1:
             return None
         begins, source = None, ""
-        for name, numbers in {**by_argument, "position_ids": position_ids}.items():
-            if numbers is None:
-                continue
-            now, before, follows = _with_last(numbers, real)
+        for name, ids in numbers.items():
+            now, before, follows = _with_last(ids, real)
             starts = follows & (now <= before if name == "position_ids" else now != before)
             if begins is None:
                 begins, source = starts, name
@@ -102,20 +110,6 @@ def _with_last(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     last = torch.where(real, index, -1).cummax(1).values
     last = torch.nn.functional.pad(last[:, :-1], (1, 0), value=-1)
     return x, x.gather(1, last.clamp_min(0)), real & (last >= 0)
-
-
-def _documents_by_argument(
-    call: str, tokens: tuple[int, int], packing: Mapping[str, Any], faults: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return document numbers, integers [B or 1, T], by argument; add possible mistakes to `faults`."""
-    for name in packing:
-        require(name in ARGUMENTS, call, f"unknown argument {name!r}.")
-    given: dict[str, Any] = {name: value for name, value in packing.items() if value is not None}
-    numbers: dict[str, Any] = {name: given[name] for name in ("segment_ids", "seq_idx") if name in given}
-    for name, ids in numbers.items():
-        token_numbers(call, name, ids, *tokens)
-    ends: dict[str, Any] = {name: given[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if name in given}
-    return {**numbers, "cu_seq_lens_q": _from_lengths(call, ends, tokens, faults)} if ends else numbers
 
 
 def _from_lengths(call: str, given: dict[str, Any], tokens: tuple[int, int], faults: dict[str, Tensor]) -> Tensor:
