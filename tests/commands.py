@@ -32,8 +32,7 @@ def regard(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
 
     def run(*words: object) -> Result:
         capsys.readouterr()
-        code = main([str(word) for word in words])
-        return Result(code, *capsys.readouterr())
+        return Result(main([str(word) for word in words]), *capsys.readouterr())
 
     return run
 

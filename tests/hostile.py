@@ -45,7 +45,7 @@ def reseal(run: Path) -> None:
         (run / "run.json").write_text(json.dumps(described))
 
 
-def change_json(path: Path, change: Callable[[Any], Any]) -> None:
-    """Read a JSON file, change what is in it (in place, or by what `change` returns), and write it back."""
+def change_json(path: Path, change: dict[str, Any] | Callable[[Any], Any]) -> None:
+    """Give fields of a JSON file other values, or change its content in place or to what `change` returns."""
     table = json.loads(path.read_text())
-    path.write_text(json.dumps(change(table) or table))
+    path.write_text(json.dumps({**table, **change} if isinstance(change, dict) else change(table) or table))

@@ -61,8 +61,7 @@ def test_eval_on_another_text(regard: Callable, trained: Path, tmp_path: Path) -
     assert result.code == 0
     assert "over 77 tokens" in result.out  # 26 characters three times, all but the first
     assert "unknown characters  3 (each counted as one token <unk>)" in result.out
-    model = regard("eval", trained / "model", "--data", other)
-    assert model.code == 0
+    assert regard("eval", trained / "model", "--data", other).code == 0
 
 
 @pytest.mark.parametrize(
@@ -355,12 +354,9 @@ HEAVY = ("torch", "transformers", "accelerate", "tokenizers", "matplotlib", "num
 )
 def test_what_is_not_imported(words: str, wanted: tuple[str, ...]) -> None:
     """What is slow to import waits until a model is needed; numba only until doctor asks whether it is there."""
-    program = (
-        "import sys; from regard.cli import main\n"
-        f"main({words.split()!r})\n"
-        f"print(*(name for name in {HEAVY!r} if name in sys.modules))\n"
-    )
-    assert set(python("-c", program).splitlines()[-1].split()) == set(wanted)
+    program = f"main({words.split()!r})\nprint(*(name for name in {HEAVY!r} if name in sys.modules))"
+    found = python("-c", f"import sys; from regard.cli import main\n{program}")
+    assert set(found.splitlines()[-1].split()) == set(wanted)
 
 
 def test_a_damaged_line_of_metrics_is_left_out(regard: Callable, text_file: Path, tmp_path: Path) -> None:

@@ -39,8 +39,7 @@ def test_nothing_is_written_through_a_link(
     text = run_folder.parent / "text.txt"
     text.write_text("nothing of this is read\n" * 100)
     words = ("--steps", 6) if how == "--resume" else ("--steps", 6, "--data", text)
-    error = regard("train", how, "--out", run_folder, "--device", "cpu", *words).error
-    assert f"{name} is a link" in error
+    assert f"{name} is a link" in regard("train", how, "--out", run_folder, "--device", "cpu", *words).error
     assert untouched(precious)
 
 

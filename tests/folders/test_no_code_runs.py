@@ -60,7 +60,7 @@ def poison(folder: Path, marker: Path) -> None:
     change_json(folder / "tokenizer_config.json", lambda table: {**table, **names, "auto_map": tokenizer})
     (folder / "chat_template.jinja").write_text("{{ cycler.__init__.__globals__.os.system('true') }}")
     if (folder / "config.json").exists():
-        change_json(folder / "config.json", lambda table: {**table, "auto_map": {**classes, **tokenizer}})
+        change_json(folder / "config.json", {"auto_map": {**classes, **tokenizer}})
     for name in ("pytorch_model.bin", "training_args.bin", "adapter_model.bin", "scaler.pt"):
         (folder / name).write_bytes(pickle.dumps(Boom(marker), protocol=2))
 
@@ -105,7 +105,7 @@ def test_no_loader_runs_code_of_the_folder(run_folder: Path, marker: Path) -> No
 
 
 def test_an_unknown_type_is_not_looked_for_in_the_folder(run_folder: Path, marker: Path, regard: Callable) -> None:
-    change_json(run_folder / "model" / "config.json", lambda table: {**table, "model_type": "evil"})
+    change_json(run_folder / "model" / "config.json", {"model_type": "evil"})
     reseal(run_folder)
     assert "has type 'evil', which is unknown" in regard("eval", run_folder).error
     assert not marker.exists()

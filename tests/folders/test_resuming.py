@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 
-def spoil(run: Path, name: str, change: Callable) -> None:
-    """Change what lies in a file of the newest checkpoint, in place or by what `change` returns, and seal it."""
+def spoil(run: Path, name: str, change: dict | Callable) -> None:
+    """Change what lies in a file of the newest checkpoint, as `change_json` does, and seal it."""
     path = run / "checkpoint-4" / name
     if path.suffix == ".json":
         change_json(path, change)
@@ -113,24 +113,19 @@ GENERATORS = {
 }
 
 
-def fields(**changed: object) -> Callable[[dict], dict]:
-    """A change of some fields of a JSON file."""
-    return lambda table: {**table, **changed}
-
-
-RECORD = {
-    "step 3": (fields(global_step=3), "global_step is 3, expected 4"),
-    "step a text": (fields(global_step="4"), "global_step is '4'"),
-    "step true": (fields(global_step=True), "global_step is True"),
-    "unknown": (fields(colour=1), "'colour' is not a field of it"),
-    "history": (fields(log_history=7), "log_history is 7"),
-    "epoch": (fields(epoch=float("nan")), "epoch is nan"),
-    "steps": (fields(max_steps=[1]), "max_steps is [1]"),
-    "batch a table": (fields(train_batch_size={}), "train_batch_size is {}"),
-    "no batch": (fields(train_batch_size=None), "train_batch_size is None"),
-    "no callback": (fields(stateful_callbacks={}), "the state of SinceLog is missing"),
-    "control": (fields(stateful_callbacks={"SinceLog": {}, "TrainerControl": 1}), "the state of TrainerControl"),
-    "best": (fields(best_model_checkpoint=["x"]), "best_model_checkpoint is ['x']"),
+RECORD: dict[str, tuple[dict, str]] = {
+    "step 3": ({"global_step": 3}, "global_step is 3, expected 4"),
+    "step a text": ({"global_step": "4"}, "global_step is '4'"),
+    "step true": ({"global_step": True}, "global_step is True"),
+    "unknown": ({"colour": 1}, "'colour' is not a field of it"),
+    "history": ({"log_history": 7}, "log_history is 7"),
+    "epoch": ({"epoch": float("nan")}, "epoch is nan"),
+    "steps": ({"max_steps": [1]}, "max_steps is [1]"),
+    "batch a table": ({"train_batch_size": {}}, "train_batch_size is {}"),
+    "no batch": ({"train_batch_size": None}, "train_batch_size is None"),
+    "no callback": ({"stateful_callbacks": {}}, "the state of SinceLog is missing"),
+    "control": ({"stateful_callbacks": {"SinceLog": {}, "TrainerControl": 1}}, "the state of TrainerControl"),
+    "best": ({"best_model_checkpoint": ["x"]}, "best_model_checkpoint is ['x']"),
 }
 STATES = {
     **{("optimizer.pt", which): case for which, case in OPTIMIZER.items()},

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(60)
 def test_eval_and_resume_check_what_is_saved(
     run_folder: Path, regard: Callable, file: str, fields: dict, reason: str
 ) -> None:
-    change_json(run_folder / file, lambda table: {**table, **fields})
+    change_json(run_folder / file, fields)
     if file == "config.json":
         reseal(run_folder)
     for command in ("eval", "resume"):
@@ -47,13 +47,13 @@ def test_eval_and_resume_check_what_is_saved(
 def test_a_text_that_is_a_pipe_or_a_device(run_folder: Path, tmp_path: Path, regard: Callable) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     for path in (tmp_path / "pipe.txt", "/dev/zero"):
-        change_json(run_folder / "config.json", lambda table, path=path: {**table, "data": str(path)})
+        change_json(run_folder / "config.json", {"data": str(path)})
         reseal(run_folder)
         assert "is not a regular file" in regard("eval", run_folder).error
 
 
 def test_a_run_lies_where_it_was_read(run_folder: Path, tmp_path: Path, regard: Callable) -> None:
-    change_json(run_folder / "config.json", lambda table: {**table, "out": str(tmp_path / "elsewhere")})
+    change_json(run_folder / "config.json", {"out": str(tmp_path / "elsewhere")})
     reseal(run_folder)
     assert regard("train", "--resume", "--out", run_folder, "--steps", 6).code == 0
     assert (run_folder / "checkpoint-6").is_dir()
@@ -66,7 +66,21 @@ def test_a_run_without_a_model_and_a_checkpoint(run_folder: Path, regard: Callab
     assert "has saved no model and no checkpoint yet" in regard("eval", run_folder).error
 
 
-def test_the_device_of_another_machine(run_folder: Path, regard: Callable, right_answer: Callable) -> None:
-    change_json(run_folder / "config.json", lambda table: {**table, "device": "cuda:7"})
+BEAMS = {"num_beams": 3, "repetition_penalty": 9.0, "max_length": 3, "min_length": 90}
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "change"),
+    [
+        ("eval", "config.json", {"device": "cuda:7"}),  # of another machine
+        ("eval", "model/config.json", {"num_labels": 10**9}),  # what no language model needs
+        ("eval", "model/config.json", {"label2id": {"a": 10**12}, "id2label": {"1000000000000": "a"}}),
+        ("eval", "model/config.json", {"attn_implementation": "x/kernel", "transformers_weights": "../../etc/passwd"}),
+        ("generate", "model/config.json", BEAMS),
+        *(("generate", "model/generation_config.json", text) for text in ("", "{", "7", "[" * 10**5, "\0")),
+    ],
+)
+def test_what_has_no_say_changes_no_answer(run_folder, regard, right_answer, command, file, change) -> None:
+    (run_folder / file).write_text(change) if isinstance(change, str) else change_json(run_folder / file, change)
     reseal(run_folder)
-    assert answer(regard(*COMMANDS["eval"](run_folder))) == right_answer(COMMANDS["eval"])
+    assert answer(regard(*COMMANDS[command](run_folder))) == right_answer(COMMANDS[command])

@@ -98,7 +98,7 @@ WRONG = {"llama": ANY + LLAMA, **dict.fromkeys(language_models.names(), OURS), "
 def test_configs_that_do_not_fit(name: str, fields: dict, reason: str, tmp_path: Path) -> None:
     """Sizes beyond the weights allocate nothing."""
     save(CONFIGS["llama"], tmp_path) if name == "llama" else make(name).save_pretrained(tmp_path)
-    change_json(tmp_path / "config.json", lambda table: {**table, **fields})
+    change_json(tmp_path / "config.json", fields)
     refuses(reason, load_model, tmp_path, call="test")
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from hostile import answer, change_json, reseal
-from mistakes import refuses
+from mistakes import error_of, refuses
 from transformers import AutoTokenizer
 
-from regard.checks import ArgumentError
 from regard.training import TOKENIZERS, encode
 from regard.training.storage.saved_model import load_tokenizer
 
@@ -126,11 +125,9 @@ for name, (times, part, step) in LONGER.items():
 def test_tokenizer_files(folder: Path, which: str) -> None:
     change, reason = CASES[which]
     change_json(folder / "tokenizer.json", change)
-    with pytest.raises(ArgumentError) as caught:
-        load_tokenizer(folder, call="test")
-    assert str(caught.value).startswith("test: ")
-    assert reason in str(caught.value)
-    assert "\n" not in str(caught.value)
+    said = error_of(load_tokenizer, folder, call="test")
+    assert said.startswith("test: ")
+    assert reason in said
 
 
 @pytest.mark.parametrize(
@@ -178,7 +175,7 @@ def test_pipes_devices_and_folders(folder: Path, name: str) -> None:
     ],
 )
 def test_settings(folder: Path, fields: dict, reason: str) -> None:
-    change_json(folder / "tokenizer_config.json", lambda table: {**table, **fields})
+    change_json(folder / "tokenizer_config.json", fields)
     refuses(reason, load_tokenizer, folder, call="test")
 
 
@@ -186,10 +183,8 @@ def test_texts_are_read_whole_whatever_the_file_says(folder: Path) -> None:
     cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 5}
     fill = {"strategy": {"Fixed": 10**12}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
     sound = encode(load_tokenizer(folder, call="test"), TEXT).tolist()
-    change_json(
-        folder / "tokenizer.json",
-        lambda table: {**table, "truncation": cut, "padding": {**fill, "pad_type_id": 0, "pad_token": "<pad>"}},
-    )
+    changes = {"truncation": cut, "padding": {**fill, "pad_type_id": 0, "pad_token": "<pad>"}}
+    change_json(folder / "tokenizer.json", changes)
     assert encode(load_tokenizer(folder, call="test"), TEXT).tolist() == sound
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hostile import COMMANDS, answer, change_json, digest, reseal
+from hostile import COMMANDS, change_json, digest, reseal
 from mistakes import refuses
 
 from regard.training import load_model
@@ -168,19 +168,3 @@ def test_places_of_weights(shards: Path, place: object, reason: str) -> None:
 def test_an_index_that_cannot_be_read(shards: Path, content: str) -> None:
     (shards / "model.safetensors.index.json").write_text(content)
     refuses(r"cannot load the model in .*index", load_model, shards.parent, call="eval")
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"num_labels": 10**9},
-        {"label2id": {"a": 10**12}, "id2label": {"1000000000000": "a"}},
-        {"attn_implementation": "somebody/kernel", "transformers_weights": "../../../etc/passwd"},
-    ],
-)
-def test_fields_that_no_language_model_needs_are_left_out(
-    run_folder: Path, fields: dict, regard: Callable, right_answer: Callable
-) -> None:
-    change_json(run_folder / "model" / "config.json", lambda table: {**table, **fields})
-    reseal(run_folder)
-    assert answer(regard(*COMMANDS["eval"](run_folder))) == right_answer(COMMANDS["eval"])

@@ -39,12 +39,9 @@ def test_a_run_on_a_task_is_trained_scored_and_read_again(run: Callable, regard:
     assert "--limit and --tasks are for the tasks of --lm-eval" in regard("eval", out, "--limit", 9).error
 
 
-def test_a_run_is_in_float32_whatever_torchs_default(run: Callable, out: Path) -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert run("--task", "sort").code == 0
-    finally:
-        torch.set_default_dtype(torch.float32)
+def test_a_run_is_in_float32_whatever_torchs_default(run: Callable, out: Path, default_dtype: Callable) -> None:
+    default_dtype(torch.float64)
+    assert run("--task", "sort").code == 0
     assert {weight.dtype for weight in weights(out / "model").values()} == {torch.float32}
 
 

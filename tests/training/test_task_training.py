@@ -84,10 +84,8 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     own = hidden_matrices(same)
     hidden = [p for p in same.parameters() if id(p) in own]
     rest = [p for p in same.parameters() if id(p) not in own]
-    apart = [
-        Muon(hidden, lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        AdamW(rest, lr=0.01, weight_decay=0),
-    ]
+    muon = Muon(hidden, lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    apart = [muon, AdamW(rest, lr=0.01, weight_decay=0)]
     tokens = torch.arange(6)[None] % TASK.vocabulary
     for turn in range(3):
         if turn == 2:

@@ -185,9 +185,8 @@ def test_a_stream_that_breaks_off(refused: Callable, lines: Path, out: Path) -> 
 
 def test_without_the_package(refused: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("regard.training.data.documents.find_spec", lambda name: None)
-    refused(
-        r"needs the package datasets, which is not installed; pip install 'regard\[data\]'", data=Path("datasets:x")
-    )
+    missing = r"needs the package datasets, which is not installed; pip install 'regard\[data\]'"
+    refused(missing, data=Path("datasets:x"))
     refused("--split is for data sets; give --data datasets:NAME", split="train")
 
 

@@ -17,8 +17,7 @@ def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"vocab_size": len(TOKENIZER), "max_position_embeddings": 16}
-    config = LlamaConfig(**sizes, pad_token_id=0, eos_token_id=1)
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**sizes, pad_token_id=0, eos_token_id=1)).eval()
 
 
 def sampling(**changes: object) -> SeededSampling:

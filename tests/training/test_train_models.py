@@ -211,8 +211,7 @@ class ToyForCausalLM(HybridForCausalLM):
 
 
 def test_a_new_model_needs_no_edit(run: Callable, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = LanguageModel(ToyConfig, ToyForCausalLM, "A toy.")
-    monkeypatch.setitem(language_models._objects, "toy", entry)
+    monkeypatch.setitem(language_models._objects, "toy", LanguageModel(ToyConfig, ToyForCausalLM, "A toy."))
     run(model="toy", steps=1, option=("colour=green", "norm=layer"), window=4)
     model, _ = load_model(out, call="test")
     assert type(model) is ToyForCausalLM
@@ -265,7 +264,7 @@ def test_a_config_of_another_model(saved: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(saved, tmp_path / "model")
     kinds = [entry.config.model_type for _, entry in language_models.items()]
     other = next(kind for kind in kinds if kind != json.loads((folder / "config.json").read_text())["model_type"])
-    change_json(folder / "config.json", lambda table: {**table, "model_type": other})
+    change_json(folder / "config.json", {"model_type": other})
     refuses(f"eval: (cannot load the model|the weights) in {folder}", load_model, folder, call="eval")
 
 

@@ -1,9 +1,6 @@
 """Runs in two processes, started by torchrun or accelerate: the numbers of one process with batches twice as large."""
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from mistakes import refuses
+from programs import python
 from safetensors.torch import load_file
 from steps import logged, same_model, same_up_to_rounding
 
@@ -19,22 +17,17 @@ from regard.training import TrainConfig, rerun, train
 from regard.training.device import shard
 
 pytestmark = pytest.mark.slow
-LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+ACCELERATE = (
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
+    *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
+)
 TINY = "--context 16 --spec biweight --layers 1 --width 16 --heads 2 --log-every 1 --eval-every 3 --save-every 3"
 
 
-ACCELERATE = (
-    *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
-    *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
-)
-
-
-def two(*arguments: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run a command in two processes, which must go well unless it `fails`."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*LAUNCH, *arguments], capture_output=True, text=True, env=environment, timeout=300)
-    assert (done.returncode != 0) == fails, done.stderr[-2000:]
-    return done
+def two(*arguments: str, launch: tuple[str, ...] = TORCHRUN, code: int = 0) -> str:
+    """What a command prints in two processes, which must end with this exit code."""
+    return python(*launch, *arguments, timeout=300, code=code, OMP_NUM_THREADS="1")
 
 
 def losses(out: Path) -> list[float]:
@@ -65,8 +58,7 @@ def test_two_processes_read_a_stream_as_one_does(run, text_file, tmp_path, monke
 def test_two_processes_are_one_with_twice_the_batch(name: str, run: Callable, text_file: Path, tmp_path: Path) -> None:
     sizes = {"model": name, "layers": 2}
     run(out=tmp_path / "one", batch=4, **sizes)
-    done = two(*command(text_file, tmp_path / "two"), "--model", name, "--layers", "2")
-    assert done.stdout.count("run folder") == 1
+    assert two(*command(text_file, tmp_path / "two"), "--model", name, "--layers", "2").count("run folder") == 1
     same_up_to_rounding(tmp_path / "one", tmp_path / "two", 1e-5 if name == "transformer" else 2e-5)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
     run(out=tmp_path / "accumulated", batch=2, accumulate=2, **sizes)
@@ -76,8 +68,7 @@ def test_two_processes_are_one_with_twice_the_batch(name: str, run: Callable, te
 @pytest.mark.parametrize("options", [(), ("--shard",)], ids=["whole", "sharded"])
 def test_accelerate_launch_starts_the_same(run, text_file, tmp_path, options):
     run(out=tmp_path / "one", batch=4)
-    words = [*ACCELERATE, *command(text_file, tmp_path / "two"), *options]
-    subprocess.run(words, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
+    two(*command(text_file, tmp_path / "two"), *options, launch=ACCELERATE)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
 
 
@@ -100,8 +91,7 @@ def test_processes_that_disagree(text_file: Path, tmp_path: Path) -> None:
         f"import os, sys\nfrom regard.cli import main\n"
         f"sys.exit(main(['train', *{words!r}, '--seed', os.environ['RANK']]))\n"
     )
-    done = two(str(script), fails=True)
-    assert done.stderr.count("--seed is 1 in process 1, but 0 in process 0") == 2
+    assert two(str(script), code=1).count("--seed is 1 in process 1, but 0 in process 0") == 2
     assert not (tmp_path / "run").exists()
 
 
@@ -125,10 +115,9 @@ def test_a_sharded_model_is_one_with_twice_the_batch(text_file: Path, tmp_path: 
     one, both, broken = tmp_path / "one", tmp_path / "both", tmp_path / "broken"
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
-    words = [sys.executable, *command(text_file, one, batch=4), option]
-    assert subprocess.run(words, capture_output=True, timeout=300).returncode == 0
-    done = two(str(script), *command(text_file, both)[2:], option, "--shard")
-    parts = [line.split() for line in done.stdout.splitlines() if line.startswith("holds")]
+    python(*command(text_file, one, batch=4), option, timeout=300)
+    shown = two(str(script), *command(text_file, both)[2:], option, "--shard")
+    parts = [line.split() for line in shown.splitlines() if line.startswith("holds")]
     whole = int(parts[0][3])
     assert sum(int(part[1]) for part in parts) == whole
     assert all(0.3 < int(part[1]) / whole < 0.7 for part in parts)
@@ -150,9 +139,9 @@ def test_a_sharded_model_is_one_with_twice_the_batch(text_file: Path, tmp_path: 
 
 def test_a_sharded_run_stops_at_a_number_that_is_not_finite(text_file: Path, tmp_path: Path) -> None:
     words = [*command(text_file, tmp_path / "run"), "--learning-rate", "1e30", "--clip", "1e30", "--shard"]
-    done = two(*words, fails=True)
-    assert done.stderr.count("regard train: error: the ") == 2
-    assert "first non-finite tensor: " in done.stderr
+    said = two(*words, code=1)
+    assert said.count("regard train: error: the ") == 2
+    assert "first non-finite tensor: " in said
     assert rerun(tmp_path / "run" / "non-finite") is not None
 
 
@@ -175,5 +164,4 @@ def test_what_several_processes_cannot_do(tiny: Callable, tmp_path: Path, monkey
 def test_examples_of_several_processes(name: str, tmp_path: Path) -> None:
     """Each compares its numbers with those of one process."""
     script = Path(__file__).parents[2] / "examples" / f"{name}.py"
-    done = two(str(script), str(tmp_path / "checkpoint"))
-    assert done.stdout.count("equal those of one process") == 2
+    assert two(str(script), str(tmp_path / "checkpoint")).count("equal those of one process") == 2

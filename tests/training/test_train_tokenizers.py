@@ -66,8 +66,7 @@ def test_special_tokens_in_a_text_stay_text(name: str) -> None:
 def test_long_texts_are_encoded_in_pieces_without_a_seam(name: str) -> None:
     text = "".join(chr(0x61 + i * i % 26) + ("é" if i % 7 == 0 else "") for i in range(12000))
     tokenizer = TOKENIZERS.get(name)(text)
-    ids = encode(tokenizer, text)
-    assert ids.tolist() == tokenizer(text)["input_ids"]
+    assert encode(tokenizer, text).tolist() == tokenizer(text)["input_ids"]
     assert encode(tokenizer, "").tolist() == []
 
 
@@ -181,12 +180,9 @@ def test_any_text_comes_back(text: str) -> None:
 @example("it's don't we'll", 2)
 def test_pieces_are_cut_where_the_text_is_cut_anyway(text: str, piece: int) -> None:
     whole = GPT2.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    before = tokenizers._PIECE
-    tokenizers._PIECE = piece
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizers, "_PIECE", piece)
         assert encode(GPT2, text).tolist() == whole
-    finally:
-        tokenizers._PIECE = before
 
 
 def test_a_long_text_is_cut_and_one_without_blanks_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,8 +237,7 @@ def test_a_whole_run_without_a_network(tiny: Callable, run: Callable, out: Path,
     assert no_network == []
     content = tiny().data.read_text()
     cut = len(content) - round(len(content) * 0.1)
-    line = logged(out)[0]
-    for found, text in ((line, content[:cut]), (vars(summary), content[cut:])):
+    for found, text in ((logged(out)[0], content[:cut]), (vars(summary), content[cut:])):
         want = found["loss"] / math.log(2) * len(by_hand(text)) / len(text.encode())
         assert found["bits_per_byte"] == pytest.approx(want)
     model, tokenizer = load_model(out, call="test")
