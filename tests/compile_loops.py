@@ -1,7 +1,5 @@
-"""Compile the numba loops into their cache, so that test processes do not each compile them.
-
-`make test` runs it beside the type checks. Without numba it does nothing.
-"""
+"""Compile the numba loops into their cache, so that test processes do not each compile them. `make test` runs it beside
+the type checks. Without numba it does nothing."""
 
 import sys
 from importlib.util import find_spec

@@ -1,8 +1,5 @@
-"""Peak memory of a call, measured in a fresh process.
-
-glibc is told to give freed blocks back at once. Left to itself it keeps some, differently from run to run, which says
-nothing about what a pass needs.
-"""
+"""Peak memory of a call, measured in a fresh process. glibc is told to give freed blocks back at once: what it keeps
+otherwise differs from run to run and says nothing about what a pass needs."""
 
 import sys
 
@@ -44,8 +41,7 @@ on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="read
 
 def peak(call: str, *shape: int) -> tuple[float, float]:
     """Return (MiB, MiB of the gradients among them) that a forward and a backward pass takes beyond its inputs and the
-    upstream
-    gradient, after a warm-up with 256 positions.
+    upstream gradient, after a warm-up with 256 positions.
 
     `call` is the text of a lambda whose arguments are normal float32 tensors of that shape, as is its result.
     """

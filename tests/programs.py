@@ -7,8 +7,7 @@ from pathlib import Path
 
 
 def python(*words: object, cwd: Path | None = None, timeout: float = 600, code: int = 0, **environment: str) -> str:
-    """Run Python with these words, which must end with this exit code, and return what it prints, with its errors if
-    the code is not 0."""
+    """Run Python with these words to this exit code; return what it prints, with its errors if it is not 0."""
     command, environ = [sys.executable, *map(str, words)], {**os.environ, **environment}
     done = subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd=cwd, timeout=timeout, env=environ

@@ -21,8 +21,7 @@ def penalties(ridge: Ridge, q: Tensor) -> Tensor:
 
 
 def brute_force(w: Tensor, q: Tensor, k: Tensor, v: Tensor, ridge: Ridge) -> Tensor:
-    """Least squares, a query at a time, of the stacked system sqrt(w) [1, k - q] over sqrt(ridge) [0, I]; zero for a
-    row without weight."""
+    """Least squares, a query at a time, of sqrt(w) [1, k - q] over sqrt(ridge) [0, I]; 0 for a row without weight."""
     n, dim = k.shape[-2:]
     out = []
     for w_i, q_i, amount in zip(w.unbind(-2), q.unbind(-2), penalties(ridge, q).unbind(-2), strict=True):

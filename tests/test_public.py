@@ -35,8 +35,7 @@ def test_signature_of_attention() -> None:
     assert {n: x for n, x in defaults.items() if x} == {"spec": "softmax", "layout": "bhtd", "impl": "auto"}
     off = ("is_causal", "exclude_self", "enable_gqa", "return_diagnostics")
     assert all(defaults[n] is (False if n in off else None) for n in list(parameters)[4:] if not defaults[n])
-    keyword = [n for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert keyword == list(parameters)[4:]
+    assert [n for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY] == list(parameters)[4:]
 
 
 def test_import_and_calls_need_torch_alone() -> None:

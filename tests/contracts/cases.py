@@ -259,8 +259,7 @@ def impls_of(label: str) -> list[str]:
 def gradients(
     out: Tensor, inputs: Mapping[str, Tensor], *, weight: Tensor | None = None, retain_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Gradients of sum(out * weight), of fixed random numbers where not given; zero where an input has no
-    part in it."""
+    """Gradients of sum(out * weight), by default of `like(out)`; zero where an input has no part in it."""
     weight = like(out) if weight is None else weight
     found = torch.autograd.grad(out, list(inputs.values()), weight, retain_graph=retain_graph, allow_unused=True)
     return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(inputs.items(), found, strict=True)}

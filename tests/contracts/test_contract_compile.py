@@ -1,5 +1,4 @@
-"""torch.compile: one whole graph for all lengths, equal to eager, forward and backward; custom operators as
-torch wants them."""
+"""torch.compile: one whole graph for all lengths, equal to eager, forward and backward; custom operators."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -66,8 +65,7 @@ def test_one_graph_for_all_lengths(name: str, impl: str, backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("label", REPRESENTATIVES)
 def test_one_graph_with_every_argument(label: str) -> None:
-    """Masks, a window, offsets, grouped heads, learned numbers and a learned scale, with other lengths of
-    queries and keys."""
+    """Masks, a window, offsets, grouped heads, learned numbers and scale; other lengths of queries and keys."""
     spec = SPECS[label]
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, offset: Tensor, rest: Any, scale: Any) -> Tensor:

@@ -23,8 +23,7 @@ def smooth(label: str) -> bool:
 
 
 def call_of(label: str, impl: str, how: str) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """The output as a function of query, key, value, every number that can be learned and the scale, on rows
-    that see one, two, some and no keys."""
+    """The output by query, key, value, every learned number and the scale, on rows of one, two, some and no keys."""
     spec = SPECS[label]
     data = draw(4, 5, batch=1, heads=1, dim=2, seed=3).leaves()
     call = masks(*data.sizes)[how]

@@ -48,8 +48,7 @@ def test_peak_memory(call: str, shape: tuple[int, ...], most: float) -> None:
 
 
 def extra(label: str, impl: str, length: int) -> float:
-    """Return the MiB of one causal forward and backward pass of one head of 64 features, float32, beside its inputs and
-    gradients."""
+    """MiB of a causal forward and backward pass of one float32 head of 64, beside inputs and gradients."""
     whole, gradients = peak(attention(label, impl), 1, 1, length, 64)
     return whole - gradients
 

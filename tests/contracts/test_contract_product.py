@@ -147,8 +147,7 @@ def agrees(spec: regard.Spec, how: str = "padding, causal", kv_heads: int = 2) -
 def test_preset_means_what_the_table_says(name: str) -> None:
     """At the default numbers and the default scale, with rows longer than the presets' k."""
     data = draw(40, batch=1, dim=5)
-    seen = oracle.visible(*data.sizes, is_causal=True)
-    expected, _ = oracle.attention(oracle.PRESETS[name], *data.tensors, seen)
+    expected, _ = oracle.attention(oracle.PRESETS[name], *data.tensors, oracle.visible(*data.sizes, is_causal=True))
     for impl in IMPLS:
         out = attend(SPECS[str(regard.presets()[name])], impl, data, is_causal=True)
         if out is not None:
@@ -216,8 +215,7 @@ def _reference(label: str) -> tuple[Data, dict[str, Any], dict[str, tuple[Tensor
 @pytest.mark.usefixtures("tiny_blocks")
 @pytest.mark.parametrize(("label", "impl"), FAST)
 def test_equals_the_reference(label: str, impl: str) -> None:
-    """Values, and the gradients of inputs, scale and every number that can be learned, over many block
-    borders and every way to limit a row: float64."""
+    """Values and gradients of inputs, scale and learned numbers, over many block borders and limits: float64."""
     spec, (data, always, expected) = SPECS[label], _reference(label)
     inputs = named(data, always["params"], always["scale"])
     edge = spec.bandwidth.name == "adaptive" and spec.kernel.r < 1

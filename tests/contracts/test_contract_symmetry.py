@@ -65,8 +65,7 @@ def test_ties(label: str, impl: str) -> None:
 
 @few_pairs_first
 def test_a_query_of_zeros(label: str, impl: str) -> None:
-    """All scores are equal: the oracle's weights, finite gradients; a rule relative to the best key then weighs
-    every key it keeps the same."""
+    """All scores are equal: the oracle's weights, finite gradients; a relative rule weighs what it keeps the same."""
     data = draw(3, 7)
     data = data.with_(q=torch.zeros_like(data.q)).leaves()
     ways = {"window": {"window": 4}, "all": {}}  # an implementation may have no window
@@ -82,8 +81,7 @@ def test_a_query_of_zeros(label: str, impl: str) -> None:
 @pytest.mark.parametrize(("label", "impl"), few_first(ALIVE))
 @pytest.mark.parametrize("size", [1e4, 1e-6])
 def test_large_and_small_scores(label: str, impl: str, size: float) -> None:
-    """float32 scores up to 1e4: finite, and at degree 0 every output lies between the least and the largest
-    value that its row sees; gradients are finite."""
+    """float32 scores up to 1e4: finite gradients, and outputs between the least and largest value seen (degree 0)."""
     data = draw(8, 12, dtype=torch.float32, dim=8)
     data = data.with_(q=data.q * size).leaves()
     _, call, out = next(outputs(label, impl, data, ("causal", "all")))
@@ -164,8 +162,7 @@ def test_prefill_is_chunks_is_steps(label: str, impl: str, order: str) -> None:
 
 @few_pairs_first
 def test_strides_do_not_matter(label: str, impl: str) -> None:
-    """Views with transposed axes, strided features, broadcast (stride 0) batches, and gradients arriving as
-    expanded or transposed tensors."""
+    """Transposed axes, strided features, broadcast batches, and gradients that arrive expanded or transposed."""
     plain = draw(6, 9, batch=2)
     plain = plain.with_(v=plain.v[:1].expand_as(plain.v))
     padded = draw(6, 9, batch=2, dim=6, value_dim=4)

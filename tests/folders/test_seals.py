@@ -127,8 +127,7 @@ def test_the_model_is_sealed(run_folder: Path, regard: Callable) -> None:
 def test_what_a_run_began_with_does_not_change(run_folder: Path, regard: Callable, name: str) -> None:
     path = run_folder / name
     path.write_text(path.read_text() + "\n")
-    error = regard(*COMMANDS["resume"](run_folder)).error
-    assert f"{path} differs from what was written when the run began" in error
+    assert f"{path} differs from what was written when the run began" in regard(*COMMANDS["resume"](run_folder)).error
 
 
 @pytest.fixture

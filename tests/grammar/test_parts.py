@@ -77,8 +77,7 @@ def test_cosine_stays_inside_its_range() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_elu_keeps_the_digits_of_small_features(dtype: torch.dtype) -> None:
-    """exp(x) below zero, in value and both derivatives, for inputs of every dtype; as elu(x) + 1 they are 0 in float32
-    from -17 on."""
+    """exp(x) below zero, in value and both derivatives; elu(x) + 1 is 0 in float32 from -17 on."""
     narrow = torch.tensor([-80.0, -30.0, -17.5, -3.0, -0.25, 0.0, 0.5, 40.0], dtype=dtype)
     x = narrow.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
     feature = similarities.get("elu")().features(x[None], x[None])[0][0]

@@ -1,7 +1,5 @@
-"""transformers' own common tests of models and configurations, over every registered model.
-
-`make test-hf`. What does not apply to regard is in exceptions.py, with the reason.
-"""
+"""transformers' own common tests of models and configurations, over every registered model: `make test-hf`. What does
+not apply to regard is in exceptions.py, with the reason."""
 
 import unittest
 from typing import Any

@@ -1,5 +1,4 @@
-"""The softmax-like functions with impl="cpu": derivatives, transforms, graphs and export; which implementation runs,
-with and without numba."""
+"""The softmax-like functions with impl="cpu": derivatives, transforms, graphs, export; with and without numba."""
 
 import builtins
 from typing import Any

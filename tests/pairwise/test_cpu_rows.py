@@ -167,8 +167,7 @@ def test_calls_from_several_python_threads_at_once() -> None:
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda given: everything(*given), inputs))
     assert torch.get_num_threads() == before
-    for one, other in zip(serial, together, strict=True):
-        assert all(map(torch.equal, one, other))
+    assert all(all(map(torch.equal, one, other)) for one, other in zip(serial, together, strict=True))
 
 
 def test_what_weighs_nothing_passes_nothing_on_not_even_nan() -> None:

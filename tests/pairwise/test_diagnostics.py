@@ -108,8 +108,7 @@ def test_bandwidth_follows_the_scale(impl: str) -> None:
 def test_tau_is_in_entmax_units(impl: str) -> None:
     """tau = theta / r, also where alpha is given per call: one key at z = .7 has tau = z/r - 1."""
     for params, r in (({"alpha": 1.25}, 4.0), ({"alpha": torch.tensor(1.25, dtype=torch.float64)}, 4.0), ({}, 2.0)):
-        found = report([0.7], "biweight", impl, params=params)
-        assert math.isclose(float(found.tau), 0.7 / r - 1, rel_tol=1e-13)
+        assert math.isclose(float(report([0.7], "biweight", impl, params=params).tau), 0.7 / r - 1, rel_tol=1e-13)
 
 
 def test_asking_for_diagnostics_changes_nothing_and_they_have_no_gradient() -> None:

@@ -32,8 +32,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, **call):
 
 @pytest.mark.parametrize(("name", "ridge"), FLOOR)
 def test_bfloat16_inputs(name: str, ridge: float) -> None:
-    """Within 1.5 times the floor at ridge .1 and twice at .01; in fact, as weights stay in float32, at the rounding of
-    the output."""
+    """Within 1.5 times the floor at ridge .1 and twice at .01; in fact, at the rounding of the output."""
     q, k, v = family(name)
     scale = 8.0 if name == "unit" else None
     expected = dense(q, k, v, lower(1024), ridge, scale=scale)
@@ -185,8 +184,7 @@ def test_long_keys_keep_their_digits(weights: str, impl: str, length: float, fla
     if not flat and length > 100:
         return  # gradients are those of weights that are 0 or 1
     grads = (torch.autograd.grad(o.square().sum(), x) for o, x in ((out, rounded), (wanted, exact)))
-    for one, other in zip(*grads, strict=True):
-        assert ratio(one, other) <= 1e-2
+    assert all(ratio(one, other) <= 1e-2 for one, other in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize(("weights", "impl"), FORMS)
@@ -281,8 +279,7 @@ def test_units_do_not_matter(solver, power: int) -> None:
         dq, dk, dv = torch.autograd.grad(out.square().sum(), inputs)
         assert bool((found["status"] == OK).all())
         results.append((out, dq * size, dk * size, dv))
-    for one, other in zip(*results, strict=True):
-        assert ratio(other, one) <= 2e-5
+    assert all(ratio(other, one) <= 2e-5 for one, other in zip(*results, strict=True))
 
 
 # Iterations --------------------------------------------------------------------------------------------------
@@ -310,8 +307,7 @@ def test_a_budget_that_is_too_small_is_told() -> None:
 
 
 def test_the_residual_is_the_true_one_and_bounds_the_error() -> None:
-    """For tol 1e-2, 1e-3 and 1e-4: every residual within tol, the root mean square deviation of the output within tol
-    and the worst row within 5 tol."""
+    """Every residual within tol; of the output the root mean square error within tol, the worst row within 5 tol."""
     for name, dim in (("normal", 32), ("unit", 32), ("anisotropic", 32), ("recall", 32)):
         q, k, v = (x.double() for x in family(name, 300, dim, seed=9))
         expected = dense(q, k, v, lower(300), 0.1)

@@ -32,8 +32,7 @@ def drawn(width: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 def system_of(kind: Callable[..., WeightedRows], dtype: torch.dtype, p: Tensor, y: Tensor, ridge: Any) -> WeightedRows:
     ridge = ridge.to(dtype) if isinstance(ridge, Tensor) else ridge
-    everywhere = torch.ones(y.shape[:2], dtype=torch.bool)
-    return kind(p.to(dtype), y.to(dtype), everywhere, ridge, None, y.shape[1], True)
+    return kind(p.to(dtype), y.to(dtype), torch.ones(y.shape[:2], dtype=torch.bool), ridge, None, y.shape[1], True)
 
 
 def close(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:

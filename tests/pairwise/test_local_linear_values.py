@@ -138,8 +138,7 @@ def test_the_first_row_is_its_value(impl: str) -> None:
 
 @pytest.mark.parametrize("spec", ["softmax", "local-linear"])
 def test_the_cost_is_in_the_pairs_of_windows_and_segments(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pairs that the blocks of both passes work on grow as T W. 16 segments of 128 cost a sixteenth of one of 2048,
-    without causal order."""
+    """Pairs of blocks grow as T W. 16 segments of 128 cost a sixteenth of one of 2048, without causal order."""
     counted, blocks = [0], Work.blocks
 
     def spy(self):
@@ -163,8 +162,7 @@ def test_the_cost_is_in_the_pairs_of_windows_and_segments(spec: str, monkeypatch
 
 @pytest.mark.parametrize("blocks", [0, 1, 2, 3, 4, 6, 12])
 def test_block_diagonal_is_the_masked_covariance(blocks: int) -> None:
-    """For every number of blocks that divides D, in closed form or by factors; gradients by autograd of the dense
-    form. One block is local linear attention itself."""
+    """For every divisor of D, in closed form or by factors. One block is local linear attention itself."""
     q, k, v = (x.requires_grad_() for x in draw(1, 2, 40, 12, value_dim=3, seed=16))
     choices = Choices("gaussian", "fixed", degree=1, ridge=0.4, solver="block-diagonal", blocks=blocks)
     expected, _ = oracle.attention(choices, q, k, v, lower(40).expand(1, 2, 40, 40))
@@ -197,8 +195,7 @@ def test_numbers_do_not_make_new_graphs() -> None:
     q, k, v = draw(1, 2, 20, 4, seed=5)
     for solver, graphs in (("cholesky", 1), ("cg", 2)):
         for ridge in (0.1, 0.2, 0.7):
-            found = compiled(q, k, v, ridge=ridge, solver=solver)
-            assert ratio(found, dense(q, k, v, lower(20), ridge)) <= 1e-9
+            assert ratio(compiled(q, k, v, ridge=ridge, solver=solver), dense(q, k, v, lower(20), ridge)) <= 1e-9
             assert counter.frame_count == graphs
 
 

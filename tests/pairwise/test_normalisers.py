@@ -158,8 +158,7 @@ def test_subnormal_and_huge_scores(name: str, impl: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_thresholds_a_subnormal_number_below_the_best_score(dtype: torch.dtype, impl: str) -> None:
     least = torch.finfo(dtype).smallest_normal / 64
-    z = torch.tensor([1.0, 0.5, 1.0], dtype=dtype)
-    assert regard.relumax(z, least, impl=impl).tolist() == [0.5, 0.0, 0.5]
+    assert regard.relumax(torch.tensor([1.0, 0.5, 1.0], dtype=dtype), least, impl=impl).tolist() == [0.5, 0.0, 0.5]
     # So little counts as no support: a quotient by it would overflow.
     p = regard.normrelu(torch.tensor([2 * least, least, -1.0], dtype=dtype), impl=impl)
     close(p, torch.full((3,), 1 / 3), 1e-6)

@@ -50,6 +50,5 @@ def test_how_many_keys_a_query_sees() -> None:
 
 
 def test_counts_without_keys() -> None:
-    mask = torch.ones(2, 1, 1, 0, dtype=torch.bool)
-    assert not Visibility(3, 0, causal=True, offset=-3, mask=mask).counts().any()
+    assert not Visibility(3, 0, causal=True, offset=-3, mask=torch.ones(2, 1, 1, 0, dtype=torch.bool)).counts().any()
     assert Visibility(3, 0).counts().tolist() == [[[0, 0, 0]]]

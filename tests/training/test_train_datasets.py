@@ -1,5 +1,4 @@
-"""Data sets of the package `datasets` as the text of a run: local files, packing, streams, and what is refused; the
-memory of a run does not grow with its text."""
+"""Data sets as the text of a run: local files, packing, streams, refusals; memory does not grow with the text."""
 
 import json
 from collections.abc import Callable

@@ -16,8 +16,7 @@ from regard.training import Units, evaluate, mean_support, row_means
 
 
 class Echo(nn.Module):
-    """Predicts token t + 1 from the token and from how many tokens stand before it in the window: so that a
-    wrong window shows in the loss."""
+    """Predicts token t + 1 from the token and its place in the window, so that a wrong window shows in the loss."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__()
@@ -121,8 +120,7 @@ def test_row_means_by_hand() -> None:
     assert row_means(Layers([plain]), ids) == {"support": 1.5, "density": 0.75}
     expected = {"support": 2.0, "density": 0.875, "negative_mass": 0.375}
     expected |= {"solver_iterations": 5.5, "solver_residual": 0.25, "unconverged": 0.5}
-    both = Layers([plain, Told("local-linear", [1, 4], density=rows(1, 1), **local)])
-    assert row_means(both, ids) == expected
+    assert row_means(Layers([plain, Told("local-linear", [1, 4], density=rows(1, 1), **local)]), ids) == expected
     assert row_means(Layers([]), ids) == {}
 
 
@@ -136,8 +134,7 @@ def test_the_rate_of_empty_rows_is_of_the_layers_that_can_have_any() -> None:
     assert "empty_rows" not in row_means(Layers([softmax, adaptive, nearest]), ids)
     assert row_means(Layers([softmax, fixed, nearest]), ids)["empty_rows"] == pytest.approx(1 / 3)
     assert row_means(Layers([softmax, fixed, zero]), ids)["empty_rows"] == pytest.approx((1 / 3 + 1 / 2) / 2)
-    unseen = Told("biweight*fixed(bias=1)", [0] * 4, empty=first | True)
-    assert row_means(Layers([unseen]), ids)["empty_rows"] == 0.0
+    assert row_means(Layers([Told("biweight*fixed(bias=1)", [0] * 4, empty=first | True)]), ids)["empty_rows"] == 0.0
 
 
 def test_bad_arguments() -> None:

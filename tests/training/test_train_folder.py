@@ -70,8 +70,7 @@ def test_the_lock_is_free_after_a_run(run: Callable, refused: Callable, out: Pat
 
 
 def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch, capsys):
-    unsupported = OSError("locks are not supported")
-    monkeypatch.setattr("regard.training.storage.files._lock", Mock(side_effect=unsupported))
+    monkeypatch.setattr("regard.training.storage.files._lock", Mock(side_effect=OSError("locks are not supported")))
     with only_run(tmp_path, call="train"):
         assert "cannot be locked (locks are not supported); start no second run there" in capsys.readouterr().err
 

@@ -1,5 +1,4 @@
-"""Every model of the catalogue, chosen by name: its flags and options, whole runs, several processes, and what is
-refused."""
+"""Every model of the catalogue by name: its flags and options, whole runs, and what is refused."""
 
 import json
 import re

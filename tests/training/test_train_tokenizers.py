@@ -1,5 +1,4 @@
-"""Tokenizers: exact round trips, nothing special hidden in text; GPT-2's against merges done one by one, in pieces, and
-without a network."""
+"""Tokenizers: exact round trips, no special tokens in text; GPT-2's against merges by hand, without a network."""
 
 import json
 import math
