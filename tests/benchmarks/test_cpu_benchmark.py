@@ -1,8 +1,5 @@
-"""benchmarks/cpu.py at tiny sizes: what it stores, what it writes, and that its measures see what they should. A quick
-run of everything takes a minute and a half: what looks at it is slow.
-
-Its numbers are worth nothing here; how they hang together is.
-"""
+"""benchmarks/cpu.py at tiny sizes: what it stores, what it writes, and that its measures see what they should. Its
+numbers are worth nothing here. A run of everything takes a minute and a half: what looks at it is slow."""
 
 import json
 import statistics
@@ -123,11 +120,8 @@ def test_exponents_are_the_slopes_of_the_stored_medians(found: dict[str, Any], p
     """Those of local linear attention are of a head."""
     for fit in found[part]["growth"]:
         assert set(fit["contestants"]) == CONTESTANTS[part]
-        wanted = {
-            "attention": {"causal": fit.get("causal"), "heads": 1},
-            "linear": {"causal": fit.get("causal")},
-            "local_linear": {"dim": 16},
-        }[part].items()
+        order = {"causal": fit.get("causal")}
+        wanted = {"attention": {**order, "heads": 1}, "linear": order, "local_linear": {"dim": 16}}[part].items()
         times = [t for t in found[part]["times"] if t["pass"] == fit["pass"] and wanted <= t["config"].items()]
         assert len(times) == 3
         for name, exponents in fit["contestants"].items():

@@ -1,7 +1,5 @@
-"""benchmarks/gpu.py without a GPU: every row at toy size in the interpreter, what it stores and writes, how it judges.
-
-Its times are worth nothing here; how they hang together is.
-"""
+"""benchmarks/gpu.py without a GPU, in the interpreter: every row at toy size, what it stores and writes, how it judges.
+Its times are worth nothing here."""
 
 import argparse
 import json
@@ -38,8 +36,7 @@ def test_every_row_runs_at_toy_size(tmp_path: Path, module: Any, bench: Any, par
     page.write_text(f"above\n{BEGIN}old\n{END}\nbelow\n", encoding="utf-8")
     run("--dry", "--part", part, "--out", out, "--page", page, "--figure", tmp_path / "figure.png", "--write")
     found = json.loads(out.read_text(encoding="utf-8"))
-    rows = module(f"gpu_{part}").rows(bench())
-    assert set(found["rows"]) == {row.name for row in rows}
+    assert set(found["rows"]) == {row.name for row in module(f"gpu_{part}").rows(bench())}
     failed = {name: row for name, row in found["rows"].items() if row["status"] not in ("measured", "not available")}
     assert not failed
     for name, row in found["rows"].items():
@@ -214,10 +211,8 @@ def test_a_criterion_tells_what_was_left_out_and_counts_what_failed(module: Any,
 
 def test_the_tables_hold_the_numbers_and_what_has_none(module: Any, stored_for: Any) -> None:
     stored = stored_for(1.25)
-    stored["runs"] = [
-        {"command": "gpu.py", "date": "2026-01-01", "dry": False, "commit": "", "seconds": 9}
-        | {"versions": {"torch": "x"}, "hardware": {"name": "a GPU", "driver": "1"}}
-    ]
+    run = {"command": "gpu.py", "date": "2026-01-01", "dry": False, "commit": "", "seconds": 9}
+    stored["runs"] = [{**run, "versions": {"torch": "x"}, "hardware": {"name": "a GPU", "driver": "1"}}]
     stored["rows"]["attention, T 1024, D 64, live 1, cudnn"] = {"part": "compact", "status": "failed", "error": "E: oh"}
     text = module("gpu_table").tables(stored, ["figure.png"])
     assert "a GPU" in text
@@ -235,9 +230,8 @@ def test_numbers_of_other_kernels_are_marked_and_judged_no_more(module: Any, sto
     for name, row in stored["rows"].items():
         row["run"] = 0 if name in ("memory, forward, impl=triton", "attention, T 8192, D 64, live 0.4, flash") else 1
     found = {c.what: c.verdict for c in module("gpu_criteria").criteria(stored)}
-    assert [what for what, verdict in found.items() if verdict == "not measured"] == [
-        what for what in found if what.startswith("memory")
-    ]
+    missing = [what for what, verdict in found.items() if verdict == "not measured"]
+    assert missing == [what for what in found if what.startswith("memory")]
     lines = module("gpu_table").tables(stored).splitlines()
     assert [line.split(" | ")[0] for line in lines if "†" in line and "|" in line] == ["| forward, impl=triton †"]
 
@@ -262,9 +256,8 @@ def test_runs_of_an_hour_on_one_card_are_a_session(module: Any, bench: Any) -> N
         rows = {n: {"part": "decoding", "status": "measured", "run": r, "ms": 1.0, "contestant": "regard"}
                 for n, r in zip(names, (0, second), strict=True)}  # fmt: skip
         found = {c.what: c.verdict for c in criteria.criteria({"rows": rows, "runs": runs[: second + 1]})}
-        assert (
-            found["local linear attention, one decoded token, kernels alone: time over softmax attention's"] == verdict
-        )
+        what = "local linear attention, one decoded token, kernels alone: time over softmax attention's"
+        assert found[what] == verdict
 
 
 def test_rows_of_an_earlier_run_are_not_lost(tmp_path: Path, module: Any) -> None:

@@ -1,5 +1,4 @@
-"""How many kernels a call starts, and how many instructions they run: small kernels around the large take the host's
-time."""
+"""How many kernels a call starts, small ones around the large among them, and how many instructions they run."""
 
 from typing import Any
 

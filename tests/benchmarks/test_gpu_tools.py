@@ -17,27 +17,21 @@ NCU = """==PROF== Connected
 
 def test_what_ncu_prints_is_read(module: Any) -> None:
     tools = module("gpu_tools")
-    assert tools.read_ncu(NCU) == [
-        {"kernel": "long", "us": 2000.0, "mib": 2.0, "of_compute": 0.25},
-        {"kernel": "short", "us": 1.5},
-    ]
+    long = {"kernel": "long", "us": 2000.0, "mib": 2.0, "of_compute": 0.25}
+    assert tools.read_ncu(NCU) == [long, {"kernel": "short", "us": 1.5}]
     with pytest.raises(RuntimeError, match="no table"):
         tools.read_ncu("==ERROR== no permission")
 
 
 def test_profiles_count_bytes_and_operations(module: Any) -> None:
     """Inputs, outputs and their gradients once; two operations for each of seven products, over visible pairs."""
-    work, one = (
-        partial(module("gpu_tools").work_of, bench=module("gpu_measure").Bench(True)),
-        {"dim": 8, "dtype": "bfloat16"},
-    )
+    work = partial(module("gpu_tools").work_of, bench=module("gpu_measure").Bench(True))
+    one = {"dim": 8, "dtype": "bfloat16"}
     config = {"batch": 2, "heads": 3, "length": 5, **one}
     assert work("biweight", config=config) == {"bytes": 8 * 2 * 2 * 3 * 5 * 8, "operations": 14 * 2 * 3 * 15 * 8}
     config = {"batch": 2, "heads": 4, "kv_heads": 2, "length": 5, **one}
-    assert work("decoding, biweight", config=config) == {
-        "bytes": 2 * 2 * 2 * 2 * 5 * 8,
-        "operations": 2 * 2 * 2 * 4 * 40,
-    }
+    both = {"bytes": 2 * 2 * 2 * 2 * 5 * 8, "operations": 2 * 2 * 2 * 4 * 40}
+    assert work("decoding, biweight", config=config) == both
     assert work("decoding, local-linear", config=config) == {"bytes": 640}
     assert work("memory", config={"tokens": 3, "top_k": 2, "width": 4}) == {"bytes": 3 * 3 * 2 * 4 * 4}
     assert work("memory, backward", config={}) == work("training step, GDN", config={}) == {}

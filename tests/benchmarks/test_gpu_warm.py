@@ -71,8 +71,7 @@ def _add(x, n, SIZE: "tl.constexpr"):  # noqa: F821 - a kernel that nothing comp
 
 
 def test_processes_share_the_kernels_and_the_configurations_that_are_tuned(module: Any, tmp_path: Path) -> None:
-    """Every kernel, of one that tunes itself every configuration, is claimed once, by whichever process comes first;
-    one that does not compile keeps no other from it."""
+    """Every kernel, of a tuned one every configuration, is claimed once; one that does not compile keeps no other."""
     triton = pytest.importorskip("triton")
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction

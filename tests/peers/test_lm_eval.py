@@ -42,8 +42,7 @@ def saved(request, tmp_path_factory):
 @torch.no_grad()
 def score(model, context, continuation):
     """(log-likelihood, whether greedy) of a continuation, one text alone."""
-    whole = torch.cat([context, continuation])
-    predicted = model(whole[None]).logits[0, len(context) - 1 : -1].log_softmax(-1)
+    predicted = model(torch.cat([context, continuation])[None]).logits[0, len(context) - 1 : -1].log_softmax(-1)
     total = predicted.gather(1, continuation[:, None]).sum().item()
     return total, bool((predicted.argmax(-1) == continuation).all())
 
@@ -55,9 +54,8 @@ def test_log_likelihoods_of_a_padded_batch(saved):
     model, folder = saved
     judge = HFLM(pretrained=folder, device="cpu", dtype="float32", batch_size=4)
     pairs = [(tokens(n, n), tokens(m, 50 + n)) for n, m in ((9, 2), (3, 1), (6, 4), (1, 1), (12, 3))]
-    asked = [
-        Instance("loglikelihood", {}, (words(a.tolist()), " " + words(b.tolist())), i) for i, (a, b) in enumerate(pairs)
-    ]
+    texts = [(words(a.tolist()), " " + words(b.tolist())) for a, b in pairs]
+    asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(texts)]
     for (found, greedy), (a, b) in zip(judge.loglikelihood(asked, disable_tqdm=True), pairs, strict=True):
         expected, is_greedy = score(model, a, b)
         assert found == pytest.approx(expected, abs=1e-3)
@@ -72,9 +70,8 @@ def test_a_task_from_a_local_file(saved, tmp_path):
         scores = [score(model, context, choice)[0] for choice in choices]
         gold = i % 3
         right.append(scores.index(max(scores)) == gold)
-        rows.append(
-            {"question": words(context.tolist()), "choices": [words(c.tolist()) for c in choices], "gold": gold}
-        )
+        told = [words(choice.tolist()) for choice in choices]
+        rows.append({"question": words(context.tolist()), "choices": told, "gold": gold})
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = {
         "task": "local", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}},
@@ -95,10 +92,8 @@ def test_generation_until_a_word(saved):
     model, folder = saved
     judge = HFLM(pretrained=folder, device="cpu", dtype="float32", batch_size=2)
     prompts = [tokens(n, n) for n in (4, 9)]
-    asked = [
-        Instance("generate_until", {}, (words(p.tolist()), {"until": ["</s>"], "max_gen_toks": 5}), i)
-        for i, p in enumerate(prompts)
-    ]
+    how = {"until": ["</s>"], "max_gen_toks": 5}
+    asked = [Instance("generate_until", {}, (words(p.tolist()), how), i) for i, p in enumerate(prompts)]
     for found, prompt in zip(judge.generate_until(asked, disable_tqdm=True), prompts, strict=True):
         made = model.generate(prompt[None], max_new_tokens=5, do_sample=False, eos_token_id=1, pad_token_id=0)
         assert found.strip() == tokenizer().decode(made[0, len(prompt) :]).split("</s>")[0].strip()

@@ -39,9 +39,8 @@ def test_lora_trains_merges_and_comes_back(name, fields, tmp_path):
     trained = adapted(tokens, attention_mask=mask).logits.detach()
     assert (trained - plain)[real].abs().max() > 1e-4
     adapted.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(
-        make(name, **{"mixers": "biweight", **fields}, dtype=torch.float32), tmp_path
-    )
+    fresh = make(name, **{"mixers": "biweight", **fields}, dtype=torch.float32)
+    again = peft.PeftModel.from_pretrained(fresh, tmp_path)
     torch.testing.assert_close(again.eval()(tokens, attention_mask=mask).logits[real], trained[real], atol=1e-5, rtol=0)
     made = adapted.generate(input_ids=text(1, 5), max_new_tokens=4, do_sample=False)
     merged = adapted.merge_and_unload()
@@ -70,8 +69,7 @@ def test_matrices_that_iclm_reads_have_what_an_adapter_adds(case, target):
 @pytest.mark.parametrize("name", language_models.names())
 def test_virtual_tokens_stand_before_the_others(name):
     model, (tokens, mask) = make(name), padded()
-    settings = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(model, settings).eval()
+    adapted = peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")).eval()
     virtual = adapted.get_prompt(len(tokens)).double()
     embedded = torch.cat([virtual, model.get_input_embeddings()(tokens)], 1)
     whole = model(inputs_embeds=embedded, attention_mask=torch.nn.functional.pad(mask, (3, 0), value=1)).logits

@@ -36,8 +36,7 @@ def test_near_the_model_itself(case: str, library: str, tmp_path: Path) -> None:
     model, tokens = make(case, dtype=torch.float32, hidden_size=64, vocab_size=64), text(2, 9)
     model.save_pretrained(tmp_path)
     small = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings(library), device_map="cpu")
-    kinds = [type(weight).__name__ for weight in small.parameters()]
-    assert kinds.count(KINDS[library]) >= 4
+    assert [type(weight).__name__ for weight in small.parameters()].count(KINDS[library]) >= 4
     exact, found = model(tokens).logits, small(tokens).logits
     assert 1e-4 < (found - exact).norm() / exact.norm() < 0.35
     assert small.generate(tokens, max_new_tokens=3, do_sample=False).shape == (2, 12)

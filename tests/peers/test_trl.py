@@ -55,15 +55,9 @@ def test_losses_are_those_of_the_documents(name, way, tmp_path):
         "per_device_eval_batch_size": len(rows),
     }  # fmt: skip
     data = datasets.Dataset.from_dict({"input_ids": [ids[0].tolist() for ids in rows]})
-    trainer = trl.SFTTrainer(
-        model=model,
-        args=trl.SFTConfig(**{**arguments, **WAYS[way]}),
-        train_dataset=data,
-        eval_dataset=data,
-        processing_class=tokenizer(),
-    )
-    first = trainer.evaluate()["eval_loss"]
-    assert first == pytest.approx(wanted[0], abs=1e-4)
+    given = {"args": trl.SFTConfig(**{**arguments, **WAYS[way]}), "processing_class": tokenizer()}
+    trainer = trl.SFTTrainer(model=model, train_dataset=data, eval_dataset=data, **given)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(wanted[0], abs=1e-4)
     trainer.train()
     logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert logged == pytest.approx(wanted, abs=2e-4)
