@@ -89,8 +89,8 @@ def _forward(
     form = {"rule": rule, "r": r, "stand": stand, "given": given is not None, **rules.own_form(own)}
     form |= {"mask_tile": rows, "keep": keep, "counted": counted}
     call = Call(q, k, v, max(scale, LEAST_SCALE) if factor is None else factor, span, **form)
-    threshold = number_or_rows(number if given is None else given, span.low)
-    read = call.matrices, call.factor, threshold, (*span.pointers, *span.steps), tuple(stored), live
+    threshold = *number_or_rows(number if given is None else given, span.low), TOLERANCE[call.dtype]
+    read = call.matrices, call.factor, threshold, (*span.pointers, *span.steps), tuple(stored)
 
     def start(kernel: Any, tables: dict[int, TileTable], **changed: Any) -> None:
         """Run with tiles that fit the marks of blocks; fields that a kernel ignores are `changed` to one value."""
@@ -103,7 +103,7 @@ def _forward(
             programs = call.shape[0] * call.sizes[0] * -(-call.sizes[2] // tiles.rows)
             listed = programs * -(-call.sizes[3] // tiles.keys) if searched else 1
             launch(
-                kernel, (programs,), *read, call.blank(listed, dtype=torch.int32), TOLERANCE[call.dtype], *call.sizes,
+                kernel, (programs,), *read, (live, call.blank(listed, dtype=torch.int32)), *call.sizes,
                 tiles=tiles, FORM=form._replace(own=tiles.rows, tile=tiles.keys),
             )  # fmt: skip
 

@@ -34,14 +34,12 @@ def weights_of(dot, before, best, factor, bias, FORM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
-def compact_stream_kernel(
-    qkv, factor, given, visible, results, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
-):
+def compact_stream_kernel(qkv, factor, given, visible, outs, blocks, heads, group, queries, keys, FORM: tl.constexpr):
     """Store the output and statistics of rows and, for the backward pass of a fixed threshold, marks of key blocks with
     weight. Rows without a near enough key are flagged and get 0."""
-    out_ptr, floats_ptr, flags_ptr = results[0], results[1], results[2]
+    out_ptr, floats_ptr, flags_ptr = outs[0], outs[1], outs[2]
     sizes = heads, group, queries, keys
-    _place, real, flat, sight, scales, q, k, v, marked, run = rows.opened(qkv, factor, visible, marks_ptr, sizes, FORM)
+    _place, real, flat, sight, scales, q, k, v, marked, run = rows.opened(qkv, factor, visible, blocks[0], sizes, FORM)
     factor, by = scales
     bias = rows.row_number(given[0], flat, given[1], FORM.given, FORM)
     if FORM.rule == SOFTMAX:
@@ -88,12 +86,10 @@ def compact_stream_kernel(
 
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
-def compact_stand_in_kernel(
-    qkv, factor, given, visible, results, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
-):
+def compact_stand_in_kernel(qkv, factor, given, visible, outs, blocks, heads, group, queries, keys, FORM: tl.constexpr):
     """Store the fallback output of flagged rows: the mean of the values they see, or the value of the best key. For a
     backward pass, also store how many they see or which key is best, and mark those blocks."""
-    out_ptr, floats_ptr, flags_ptr, index_ptr = results[0], results[1], results[2], results[3]
+    out_ptr, floats_ptr, flags_ptr, index_ptr = outs[0], outs[1], outs[2], outs[3]
     ids = rows.place_of(queries, heads, FORM)
     _rows, real, flat = rows.own_rows(ids, queries, FORM)
     lost = real & (tl.load(flags_ptr + flat * 3 + 1) != 0)
@@ -101,7 +97,7 @@ def compact_stand_in_kernel(
         tl.store(index_ptr + flat, tl.full((FORM.own,), -1, tl.int32), mask=real)
     if tl.max(lost.to(tl.int32), 0) > 0:
         sizes = heads, group, queries, keys
-        _, _, _, sight, scales, q, k, v, marked, run = rows.opened(qkv, factor, visible, marks_ptr, sizes, FORM)
+        _, _, _, sight, scales, q, k, v, marked, run = rows.opened(qkv, factor, visible, blocks[0], sizes, FORM)
         acc = tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
         best, fallback = tl.full((FORM.own,), -float("inf"), tl.float32), tl.full((FORM.own,), 0, tl.int32)
         for block in range(run[0], run[3]):

@@ -29,13 +29,13 @@ ONCE = tl.constexpr(2.0**20)  # larger than every number of a key block; counts 
 
 
 @triton.jit
-def lists_of(marks_ptr, list_ptr, ids, queries, keys, FORM: tl.constexpr):
+def lists_of(blocks, ids, queries, keys, FORM: tl.constexpr):
     """Return (first mark, list of key blocks, number of key blocks, number of mask tiles of rows) of a program."""
     MASK_TILES: tl.constexpr = FORM.own // FORM.mask_tile
-    blocks = tl.cdiv(keys, FORM.tile)
-    list_at = list_ptr + (ids[0].to(tl.int64) * tl.cdiv(queries, FORM.own) + ids[1]) * blocks
-    marks_at = rows.marks_of(marks_ptr, ids, queries, keys, FORM)
-    return marks_at, list_at, blocks, tl.minimum(tl.cdiv(queries, FORM.mask_tile) - ids[1] * MASK_TILES, MASK_TILES)
+    number = tl.cdiv(keys, FORM.tile)
+    list_at = blocks[1] + (ids[0].to(tl.int64) * tl.cdiv(queries, FORM.own) + ids[1]) * number
+    marks_at = rows.marks_of(blocks[0], ids, queries, keys, FORM)
+    return marks_at, list_at, number, tl.minimum(tl.cdiv(queries, FORM.mask_tile) - ids[1] * MASK_TILES, MASK_TILES)
 
 
 @triton.jit
@@ -162,13 +162,11 @@ def settle(q, k, run, sight, scales, marks, counts, marked, state, tolerance, FO
 
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
-def compact_search_kernel(
-    qkv, factor, given, visible, results, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
-):
+def compact_search_kernel(qkv, factor, given, visible, outs, blocks, heads, group, queries, keys, FORM: tl.constexpr):
     """Store top, theta, reach and status of the rows, and marks: 1 if a block can have weight."""
     sizes = heads, group, queries, keys
-    ids, real, flat, sight, scales, q, k, _v, marked, run = rows.opened(qkv, factor, visible, marks_ptr, sizes, FORM)
-    floats_ptr, flags_ptr = results[1], results[2]
+    ids, real, flat, sight, scales, q, k, _v, marked, run = rows.opened(qkv, factor, visible, blocks[0], sizes, FORM)
+    floats_ptr, flags_ptr = outs[1], outs[2]
     within = rows.row_number(given[0], flat, given[1], FORM.given, FORM)
     if FORM.rule == ADAPTIVE:
         within = within * 0 + FORM.r
@@ -182,13 +180,13 @@ def compact_search_kernel(
     store_numbers(floats_ptr, flat, (top, top - reach, reach, one, none, none), real)
     store_numbers(flags_ptr, flat, (empty, 0, 0), real)  # status 0
     if FORM.rule == ADAPTIVE:
-        marks = lists_of(marks_ptr, list_ptr, ids, queries, keys, FORM)
+        marks = lists_of(blocks, ids, queries, keys, FORM)
         counts = collect(marks, run, 1, FORM)
         least = finest * (1.0 / FORM.r)
         peak = tl.maximum(first_peak(tops, best, scales[1], FORM.r), least)
         solved = real & (empty == 0)
         state = top, peak, least, solved & (least < 1)  # from 1 on rounding sets the peak
-        peak, active = settle(q, k, run, sight, scales, marks, counts, (marked, solved), state, tol, FORM)
+        peak, active = settle(q, k, run, sight, scales, marks, counts, (marked, solved), state, given[2], FORM)
         tl.store(floats_ptr + flat * 6 + 1, top - FORM.r * peak, mask=solved)
         tl.store(floats_ptr + flat * 6 + 2, FORM.r * peak, mask=solved)
         tl.store(flags_ptr + flat * 3 + 2, active.to(tl.int32), mask=solved)
@@ -222,17 +220,15 @@ def tied(places, q, k, sight, scales, theta, level, marks, counts, FORM: tl.cons
 
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
-def compact_weigh_kernel(
-    qkv, factor, given, visible, results, marks_ptr, list_ptr, tol, heads, group, queries, keys, FORM: tl.constexpr
-):
+def compact_weigh_kernel(qkv, factor, given, visible, outs, blocks, heads, group, queries, keys, FORM: tl.constexpr):
     """Store output and mass of the rows, and for a backward pass slope_mean, or index and the marks of live blocks."""
     KEEPS_MEAN: tl.constexpr = FORM.keep and FORM.rule == ADAPTIVE
     TIES: tl.constexpr = FORM.keep and FORM.rule == ANCHORED
     sizes = heads, group, queries, keys
-    ids, real, flat, sight, scales, q, k, v, marked, run = rows.opened(qkv, factor, visible, marks_ptr, sizes, FORM)
-    out_ptr, floats_ptr, index_ptr, slope_mean_ptr = results[0], results[1], results[3], results[4]
+    ids, real, flat, sight, scales, q, k, v, marked, run = rows.opened(qkv, factor, visible, blocks[0], sizes, FORM)
+    out_ptr, floats_ptr, index_ptr, slope_mean_ptr = outs[0], outs[1], outs[3], outs[4]
     factor, by = scales
-    marks = lists_of(marks_ptr, list_ptr, ids, queries, keys, FORM)
+    marks = lists_of(blocks, ids, queries, keys, FORM)
     counts = collect(marks, run, 1, FORM)
     theta, reach = tl.load(floats_ptr + flat * 6 + 1), tl.load(floats_ptr + flat * 6 + 2)
     g = 1.0 / reach

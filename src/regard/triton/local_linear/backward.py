@@ -100,12 +100,10 @@ def local_linear_right_kernel(
 
 
 @triton.jit
-def _operand(
-    operands, WHICH: tl.constexpr, first, queries, SIZE: tl.constexpr, EDGE: tl.constexpr, FORM: tl.constexpr
-):  # fmt: skip
+def _operand(operands, WHICH: tl.constexpr, first, count, SIZE: tl.constexpr, EDGE: tl.constexpr, FORM: tl.constexpr):
     """Load one operand of a block of SIZE rows."""
     step: tl.constexpr = FORM.operands * FORM.dim
-    return load_block(operands + WHICH * FORM.dim, first, step, queries, SIZE, FORM.dim, FORM.wide, EDGE)
+    return load_block(operands + WHICH * FORM.dim, first, step, count, SIZE, FORM.dim, FORM.wide, EDGE)
 
 
 @triton.jit
