@@ -15,8 +15,8 @@ from regard import WriteRule
 from regard.memory.fast_weight_rules import Written
 from regard.triton.memory import prepare as memory_prepare
 from regard.triton.memory import write as memory_write
-from regard.triton.memory.gradients import through_errors, through_weights
-from regard.triton.memory.search import best_halves
+from regard.triton.memory.search import best_halves, through_weights
+from regard.triton.memory.targets import through_errors
 from regard.triton.memory.values import TableValues
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -60,11 +60,9 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     span = Span.of(inputs.visible, q)
     factor, scale = tensor_or_number(inputs.factor)
     given, number = tensor_or_number(inputs.params.get(rule.row), rule.number)
-    leaves = (q, k, v, factor, given)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
     mask_tile = rules.mask_tile_of(max(q.shape[3], v.shape[3]), q.dtype)
     numbers = (scale, number, rule.code, rule.r, rule.stand, rule.own, *mask_tile)
-    out, *kept = forward(q, k, v, factor, given, *span, *numbers, keep, inputs.diagnostics)
+    out, *kept = forward(q, k, v, factor, given, *span, *numbers, inputs.problem.gradient, inputs.diagnostics)
     if not inputs.diagnostics:
         return out, None
     floats, flags = kept[:2]

@@ -83,9 +83,8 @@ def compact_lists_kernel(
 
 @triton.jit
 def plan_of(lists, low, high, head, start, owners, FORM: tl.constexpr):
-    """Return the blocks that stream past owners [start, start + FORM.own): (list, blocks without mask, with one,
-    flagged, and what `block_of` needs). A list has mask tiles of FORM.split blocks for FORM.listed owners; 0: a
-    range."""
+    """Return what streams past owners [start, start + FORM.own): (list, blocks without mask, with one, flagged,
+    what `block_of` needs). A list has mask tiles of FORM.split blocks for FORM.listed owners; 0: a range."""
     listed, counts, rows, length = lists
     if FORM.listed == 0:
         first, whole, ended, finish = ranges(low, high, start, FORM.own, owners, FORM.tile)

@@ -67,8 +67,7 @@ TILES = Tiles(warps=4, stages=1)  # only block sizes are taken from the tile tab
 
 class Chunk(NamedTuple):
     """What a chunk read and writes: `read` and `value` float32 [R, L, Dv], weights and slots [R, L, H, k], gates [R, L]
-    (None: 1), `good` bool [R, L] (None: all are). `following` [R, 1, Dv] is the value of the token after the chunk,
-    None if nothing is bound to it."""
+    (None: 1), `good` bool [R, L] (None: all), and the value `following` the chunk [R, 1, Dv] (None: not bound)."""
 
     read: Tensor
     value: Tensor
@@ -80,9 +79,8 @@ class Chunk(NamedTuple):
 
 
 Use = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]
-"""p- and the slope of the entropy's loss, float32 [M * H * 2, n], and groups: the entries of counted tokens, int32
-[M * H * 2, P k], by blocks of sub-keys, each in the order of tokens, and where each block's begin and end, int32
-[M * H * 2, blocks, 2]."""
+"""p- and the slope of the entropy's loss, float32 [M H 2, n], and groups: the entries of counted tokens, int32 [M H 2,
+P k], by blocks of sub-keys in the order of tokens, and where each block begins and ends, int32 [M H 2, blocks, 2]."""
 Errors = tuple[Tensor, Tensor, Tensor, Tensor]
 """The errors of tokens, float32 [R, L, Dv], 0 where nothing is written; their shares, rate g_t w_tj step_t, float32
 [R, L, H, k]; which are written, bool [R, L]; the places of their targets, int64 [R, L], L for the token after."""

@@ -17,12 +17,11 @@ from ...memory.fast_weights import SlotMemory
 from ...memory.product_key import SOFTMAX, InverseDistance, _joined, weigh
 from ...memory.stores.overlay_pool import first_order
 from ..runtime.operators import applied
-from .gradients import through_errors, through_weights
 from .keys import moved_keys
 from .prepare import Chunk, Errors, Use, prepared, sums_of
 from .read import picked_rows
-from .search import best_halves
-from .targets import STEP_CODES
+from .search import best_halves, through_weights
+from .targets import STEP_CODES, through_errors
 
 THROUGH_SOFTMAX = torch.ops.aten._softmax_backward_data
 """Given u, p, an axis and a dtype, return p (u - sum p u) by one launch."""

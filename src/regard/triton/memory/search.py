@@ -116,8 +116,7 @@ def _rough(
 @triton.jit
 def _survivors(ranks, n, K: tl.constexpr, R: tl.constexpr, M: tl.constexpr, KT: tl.constexpr):
     """Return (the K + 4 best int32 of `_rough`, in the first places of [R, M], then the least int32; the best of the
-    remaining keys [R]). Every KT-th key competes for the same four sorted places; five of the best rarely share
-    them."""
+    others [R]). Every KT-th key competes for the same four sorted places; five of the best rarely share them."""
     none: tl.constexpr = -(2**31)
     a = tl.full((R, KT), none, tl.int32)
     b, c, e, out = a, a, a, a
@@ -330,3 +329,45 @@ def best_halves(
 
     run(TABLE.pick(d, query.dtype, run))
     return scores, halves, slots, weights
+
+
+@triton.jit(do_not_specialize=("n",))
+def _scores(
+    upstream, weights, slots, halves, scores, by_scores, n,
+    H: tl.constexpr, TOP: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, DISTANCE: tl.constexpr,
+):  # fmt: skip
+    """Compute `through_weights` for one token."""
+    first = tl.program_id(0).to(tl.int64) * H * TOP
+    every = tl.arange(0, KP)
+    weight = tl.load(weights + first + every, mask=every < H * TOP, other=0.0)
+    mean = tl.sum(weight * tl.load(upstream + first + every, mask=every < H * TOP, other=0.0), 0)
+    entry = tl.arange(0, TP)
+    inside = entry < TOP
+    for head in range(H):
+        at = first + head * TOP + entry
+        weight = tl.load(weights + at, mask=inside, other=0.0)
+        u = weight * (tl.load(upstream + at, mask=inside, other=0.0) - mean)
+        slot = tl.load(slots + at, mask=inside, other=0)
+        for half in tl.static_range(2):
+            place = slot // n if half == 0 else slot % n
+            to = 2 * (at - entry) + half * TOP + entry
+            met = tl.load(halves + to, mask=inside, other=-1)[:, None] == place[None, :]
+            sums = tl.sum(tl.where(met, u[None, :], 0.0), 1)
+            if DISTANCE:
+                sums = -sums * tl.exp(tl.load(scores + to, mask=inside, other=0.0))
+            tl.store(by_scores + to, sums, mask=inside)
+
+
+@torch.compiler.disable
+def through_weights(
+    upstream: Tensor, weights: Tensor, slots: Tensor, halves: Tensor, scores: Tensor, n: int, distance: bool
+) -> Tensor:
+    """Return the gradient [B, T, H, 2, k] of the products of sub-keys and queries, or of squared distances, whose
+    `scores` are -log, from the gradient of softmax weights [B, T, H, k] of the slots that n x n sub-keys give."""
+    (batch, length, heads, k), by_scores = weights.shape, torch.empty_like(scores)
+    launch(
+        _scores, (batch * length,), upstream.contiguous(), weights, slots, halves, scores, by_scores, n,
+        tiles=Tiles(warps=1, stages=1), H=heads, TOP=k, KP=power_of_two(heads * k), TP=power_of_two(k),
+        DISTANCE=distance,
+    )  # fmt: skip
+    return by_scores
