@@ -93,19 +93,14 @@ class TableValues:
 
     @classmethod
     def _begun(cls, base: Tensor, memories: int) -> TableValues:
-        version = Version(base.detach().contiguous().expand(memories, *base.shape), borrowed=True)
-        return cls(version, base, None)._anchored(base.expand(memories, *base.shape))
+        return cls._made(base.contiguous().expand(memories, *base.shape), base, borrowed=True)
 
     @classmethod
-    def _made(cls, table: Tensor, base: Tensor) -> TableValues:
-        """Return a store of tables [M, N, Dv] that no other object holds."""
-        return cls(Version(table.detach().contiguous()), base, None)._anchored(table)
-
-    def _anchored(self, table: Tensor) -> TableValues:
-        """Return the store with gradients that reach `table`."""
-        if not (torch.is_grad_enabled() and table.requires_grad):
-            return self
-        return replace(self, token=Anchor.apply(table, self.version))
+    def _made(cls, table: Tensor, base: Tensor, *, borrowed: bool = False) -> TableValues:
+        """Return a store of tables [M, N, Dv], which gradients reach; no other object holds them if not `borrowed`."""
+        version = Version(table.detach() if borrowed else table.detach().contiguous(), borrowed=borrowed)
+        graded = torch.is_grad_enabled() and table.requires_grad
+        return cls(version, base, Anchor.apply(table, version) if graded else None)
 
     @property
     def memories(self) -> int:
@@ -122,8 +117,7 @@ class TableValues:
     @property
     def bytes(self) -> int:
         """The memory of tables and base, without logs, which older stores hold."""
-        parts = (self.base,) if self.version.borrowed else (self.version.table, self.base)
-        return sum(x.numel() * x.element_size() for x in parts)
+        return self.base.nbytes + (0 if self.version.borrowed else self.version.table.nbytes)
 
     def read(self, weights: Tensor, slots: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and self.token is None:
