@@ -61,7 +61,8 @@ def plain(args: Sequence[Any]) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch():
         return False
-    return all(_plain(x, torch.is_grad_enabled()) for x in args if isinstance(x, Tensor))
+    every = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else [arg]) if isinstance(x, Tensor)]
+    return all(_plain(x, torch.is_grad_enabled()) for x in every)
 
 
 def _plain(x: Tensor, graded: bool) -> bool:
