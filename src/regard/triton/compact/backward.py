@@ -29,7 +29,7 @@ from ..runtime.operators import FARTHEST, empty_gradients, rows_together
 from ..runtime.span import Span, batch_stride
 from ..runtime.support import before_hopper
 from ..runtime.tiles import Tiles, TileTable
-from .lists import Lists, block_of, lists_of, plan_of
+from .lists import block_of, lists_of, plan_of
 from .math import ANCHORED, FIXED, LOG2E, NEAREST, SOFTMAX, UNIFORM, excess, lower_power, relative, root
 from .rules import own_form
 
@@ -445,10 +445,10 @@ class _Call(Call):
                 tiles=tiles, TIED=tied, FORM=form,
             )  # fmt: skip
 
-    def _lists(self, axis: int, own: int, tile: int, group: int, ties: Tensor | None = None) -> tuple[Lists, Form]:
+    def _lists(self, axis: int, own: int, tile: int, group: int, ties: Tensor | None = None) -> tuple[Any, Form]:
         """Return the blocks that stream past blocks of `own` owners along `axis` of `live`, and the kernel's form."""
-        if self.soft:
-            return Lists(None, None, 0, 0), self.form._replace(own=own, tile=tile, listed=0, split=1, group=group)
+        if self.soft:  # a range
+            return (None, None, 0, 0), self.form._replace(own=own, tile=tile, listed=0, split=1, group=group)
         own_tile, mask_tile = self.mask_tile if axis == 2 else self.mask_tile[::-1]
         listed, tile = max(own, own_tile), min(tile, mask_tile)
         ends, owners = (self.span[:2] if axis == 2 else self.span[2:4]), self.sizes[axis]

@@ -6,8 +6,6 @@ owners see whole come first, without a mask. Entry n of a list is block n // GRO
 Legend: owners are the queries (keys) of a program; mask tiles are the marked blocks of pairs.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -19,16 +17,6 @@ from ..runtime.span import batch_stride
 from ..runtime.tiles import Tiles
 
 CHUNK = 256  # blocks that the list kernel reads at once
-
-
-class Lists(NamedTuple):
-    """Lists of live blocks, integers [B x owners' heads x rows x length], and counts int32 [... x rows x 3]: how many
-    need no mask, at the front of a list, how many do, at its end, and how many are flagged. None for softmax."""
-
-    listed: Tensor | None
-    counts: Tensor | None
-    rows: int
-    length: int
 
 
 @triton.jit
@@ -123,8 +111,11 @@ def block_of(plan, t, PART: tl.constexpr, FORM: tl.constexpr):
 def lists_of(
     live: Tensor, low: Tensor, high: Tensor, masked: int, owners: int, sizes: tuple[int, int], listed: int,
     axis: int, group: int, flags: Tensor | None = None,
-) -> Lists:  # fmt: skip
-    """Make the lists for groups of `listed` of the `owners`, a multiple of the mask tile. `axis`, 2 or 3, is that of
+) -> tuple[Tensor, Tensor, int, int]:  # fmt: skip
+    """Return lists of live blocks, whole numbers [B x owners' heads x rows x length]; counts int32 [... x rows x 3],
+    how many need no mask, at the front of a list, do, at its end, and are flagged; rows and length.
+
+    There is a list for every group of `listed` of the `owners`, a multiple of the mask tile. `axis`, 2 or 3, is that of
     the owners in the marks `live`, and `group` heads share an owner; `low` and `high` [B or 1, owners] say what each
     sees, `masked` whether every block needs a mask; `sizes` are those of a mask tile, in owners and in streamed rows.
     `flags` uint8 [B x H, streamed tiles x n] of marked blocks are counted."""
@@ -141,4 +132,4 @@ def lists_of(
         compact_lists_kernel, (batch * heads * rows,), *args, tiles=Tiles(warps=1, stages=1), GROUP=group,
         MERGED=merged, OWNER=sizes[0], TILE=sizes[1], MASKED=masked, FLAGS=flagged, CHUNK=CHUNK,
     )  # fmt: skip
-    return Lists(numbers, counts, rows, length)
+    return numbers, counts, rows, length

@@ -85,9 +85,12 @@ def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Seque
 def _rule(rule: Any, r: int, numbers: Mapping[str, Any], own: str = "") -> Rule:
     if type(rule) is Adaptive:
         return Rule(ADAPTIVE, r)
+    name = "margin" if type(rule) is Anchored else "bias"
+    given = numbers.get(name)
+    number = float(given if isinstance(given, (int, float)) else getattr(rule, name) or 0.0)
     if type(rule) is Anchored:
-        return Rule(ANCHORED, r, _number(numbers.get("margin"), rule.margin), row="margin", own=own)
-    return Rule(FIXED, r, _number(numbers.get("bias"), rule.bias or 0.0), STANDS[rule.empty], "bias", own)
+        return Rule(ANCHORED, r, number, row=name, own=own)
+    return Rule(FIXED, r, number, STANDS[rule.empty], name, own)
 
 
 @lru_cache(maxsize=64)
@@ -103,7 +106,3 @@ def own_form(json: str) -> dict[str, Any]:
     function.__qualname__ = plain.__qualname__
     relative = triton.jit(function)
     return {"relative": relative, "source": getattr(relative, "cache_key", "")}
-
-
-def _number(given: Any, default: float) -> float:
-    return float(given) if isinstance(given, (int, float)) else default
