@@ -84,7 +84,8 @@ def attend(
             more["attn_mask"] = torch.ones(2, masks, 1, keys, dtype=torch.bool)
         if spec.endswith("solver=learned)"):
             more["params"] = {"probe": torch.zeros(2, 4, queries, dim, dtype=torch.float32, requires_grad=queries > 1)}
-        return regard.attention(q, k, v, spec, enable_gqa=True, impl="triton", **more)
+        found = regard.attention(q, k, v, spec, enable_gqa=True, impl="triton", **more)
+        return found if isinstance(found, Tensor) else found[0]
 
     return call
 
@@ -133,6 +134,7 @@ def local_linear_cases() -> Iterator[Case]:
             learned = "gaussian*fixed*linear(ridge=0.1,solver=learned)"
             yield Case("local linear", f"learned solver, D {dim}, {dtype}", dim, attend(learned, dim, dtype))
     few: dict[str, Any] = {"masked keys": {"masks": 1}, "window 128": {"window": 128}, "1024 keys": {"keys": 1024}}
+    few["diagnostics"] = {"return_diagnostics": True}
     for words, options in few.items():
         call = attend("local-linear", 64, "bfloat16", **options)
         yield Case("local linear", f"local-linear, D 64, bfloat16, {words}", 64, call)
