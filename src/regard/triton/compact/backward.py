@@ -231,10 +231,9 @@ def compact_dq_kernel(
     rows = by[:, None] if FORM.factors else by, theta, g, rho, low_of, high_of, reach
 
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
-    for t in range(plan[1]):
-        state = _dq_step(state, plan, t, (q, grad), rows, kv, keys, False, FORM)
-    for t in range(plan[2]):
-        state = _dq_step(state, plan, t, (q, grad), rows, kv, keys, True, FORM)
+    for side in tl.static_range(2):
+        for t in range(plan[1 + side]):
+            state = _dq_step(state, plan, t, (q, grad), rows, kv, keys, side == 1, FORM)
     dq, moved = state
     first, count = 0, 1
     if FORM.rule == ANCHORED:
@@ -381,10 +380,9 @@ def compact_dkv_kernel(
     owner, size = (k, v, key, first, last), (queries, keys)
 
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
-    for t in range(plan[1]):
-        state = _dkv_step(state, plan, t, owner, streams, rows, shown, size, False, FORM)
-    for t in range(plan[2]):
-        state = _dkv_step(state, plan, t, owner, streams, rows, shown, size, True, FORM)
+    for side in tl.static_range(2):
+        for t in range(plan[1 + side]):
+            state = _dkv_step(state, plan, t, owner, streams, rows, shown, size, side == 1, FORM)
     dk, dv = state
     if TIED:
         dk = _other_shares(dk, plan, owner, streams, rows, shown, size, FORM)

@@ -10,8 +10,7 @@ values.
 With D = Dv and bfloat16 a solved t reads 8 D bytes a key where softmax reads 4 D, and moves 20 bytes a row and key of
 scores and weights, and 8 D^2 a row and split of second moments. A split holds at least 16 D keys. With bfloat16
 keys p (k - mean) is multiplied in two terms, within 2^-16; second moments take 3 n D^2 operations a row if D > 64, else
-4 n D^2. One term would do where weights are spread (an error of the output of 1.8e-3 with 400 effective keys, of which
-1.6e-3 is the rounding of the output), but not where few keys have weight: 3e-2 with 20, 0.1 with 2 (ridge 0.1, D 128).
+4 n D^2. One term would do where weights are spread, but not where few keys have weight (`benchmarks/gpu_moments.py`).
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, N = B H Tq rows.
 """
