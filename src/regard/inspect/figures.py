@@ -106,13 +106,11 @@ def attention_map(maps: AttentionMaps, layer: int, head: int, *, title: str) -> 
 
     White is exactly zero, blue positive, orange negative, with the size on a logarithmic scale. Grey keys are masked.
     """
-    weights = maps.weights[layer, head].double().numpy()
-    support = maps.support[layer, head].double().numpy()
     figure = Figure(figsize=(8.0, 6.8), dpi=140, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[5, 1])
-    _draw_weights(left, weights, figure)
+    _draw_weights(left, maps.weights[layer, head].double().numpy(), figure)
     _label_tokens(left, maps.labels)
-    _draw_support(right, support)
+    _draw_support(right, maps.support[layer, head].double().numpy())
     figure.suptitle(f"{title}, layer {layer + 1} head {head + 1}", x=0.02, ha="left", fontsize=12)
     return png(figure)
 
@@ -160,8 +158,7 @@ def _draw_weights(axes: Axes, weights: np.ndarray, figure: Figure) -> None:
 
 def _label_tokens(axes: Axes, labels: Sequence[str]) -> None:
     """Write the tokens along both sides, at most 72, evenly spaced."""
-    every = -(-len(labels) // 72)
-    ticks = range(0, len(labels), every)
+    ticks = range(0, len(labels), -(-len(labels) // 72))
     names = [visible(labels[i]) for i in ticks]
     style: dict[str, Any] = {"fontsize": 7 if len(labels) > 40 else 9, "family": "monospace"}
     axes.set_xticks(ticks, names, **style)
@@ -263,10 +260,9 @@ def slot_figure(trace: SlotReadings, *, title: str) -> bytes:
     for layer, height in heights.items():
         for reading in (r for r in trace.readings if r.layer == layer):
             for index, slot in enumerate(reading.slots):
-                hit = trace.hit(reading, slot)
                 written = [position for writer in slot.writers[:1] for position in (writer.query, writer.target)]
                 text = " > ".join(visible(trace.labels[position]) for position in written) or "never written"
-                colour = _HIT if hit else _MISS if slot.writers else _EMPTY
+                colour = _HIT if trace.hit(reading, slot) else _MISS if slot.writers else _EMPTY
                 _draw_slot(axes, columns.index(reading.position), top + index, text, slot.weight, colour)
         axes.text(-0.6, top + height / 2 - 0.5, layer, rotation=90, ha="center", va="center", fontsize=8)
         axes.axhline(top - 0.5, color="#333333", linewidth=0.8)
@@ -287,8 +283,7 @@ def _draw_slot(axes: Axes, column: int, row: int, text: str, weight: float, colo
 
 def _next(trace: SlotReadings, position: int) -> str:
     """Return the querying token and the expected next one."""
-    reading = next(r for r in trace.readings if r.position == position)
-    answer = trace.answer(reading)
+    answer = trace.answer(next(r for r in trace.readings if r.position == position))
     labels = dict(zip(trace.tokens, trace.labels, strict=True))
     return f"{visible(trace.labels[position])} > {visible(labels.get(answer, '?')) if answer is not None else '?'}"
 

@@ -53,8 +53,7 @@ def gate_trace(
     Args:
         model: called as `model(input_ids=[1, T], use_cache=False)`, in evaluation mode.
         input_ids, labels: the tokens, int [T], and the same as text.
-        chunk_size: tokens between writes to the memories in this pass (32 in the paper for a short text); None for the
-            model's own.
+        chunk_size: tokens between writes in this pass (32 in the paper for a short text); None for the model's own.
 
     Raises:
         ArgumentError: no memory layer of the model has a gate, or labels do not match the tokens.
@@ -118,8 +117,7 @@ def token_surprisal(tokens: Tensor, learned: Tensor, vocabulary: int) -> Tensor:
         if given.is_meta or least < 0 or most >= vocabulary:
             raise ArgumentError(f"{call}: {name} holds a token outside 0 to {vocabulary - 1} (vocabulary).")
     counts = torch.bincount(learned.long(), minlength=vocabulary).double()
-    share = (counts + 1) / (counts.sum() + vocabulary)
-    return -share.log2()[tokens.long()]
+    return -((counts + 1) / (counts.sum() + vocabulary)).log2()[tokens.long()]
 
 
 def word_counts(text: str) -> Counter[str]:
@@ -169,5 +167,4 @@ def rank_correlation(x: Tensor, y: Tensor) -> float:
 
 def _ranks(x: Tensor) -> Tensor:
     _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    return (last - (counts.double() - 1) / 2)[inverse]
+    return (counts.cumsum(0).double() - (counts.double() - 1) / 2)[inverse]

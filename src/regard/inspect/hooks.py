@@ -135,8 +135,7 @@ def hooked(
         for which, function in _pairs(call, hooks):
             for name in within(call, "hooks", _names, which, points, call):
                 called.setdefault(name, callable(which))
-                listener = _listener(name, function, called, call)
-                active.enter_context(points[name].register_forward_hook(listener))
+                active.enter_context(points[name].register_forward_hook(_listener(name, function, called, call)))
         compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in model.modules())
         if compiled:  # a compiled graph would not call hooks that were added later
             active.enter_context(torch.compiler.set_stance("force_eager"))
@@ -147,8 +146,7 @@ def hooked(
 
 def _points(model: nn.Module, call: str) -> dict[str, HookPoint]:
     points = within(call, "model", named_hook_points, model)
-    none = f"{_kind(model)} has no hook points; models of regard do, such as ICLMForCausalLM."
-    require(bool(points), call, none)
+    require(bool(points), call, f"{_kind(model)} has no hook points; models of regard do, such as ICLMForCausalLM.")
     return points
 
 

@@ -354,8 +354,7 @@ def logit_lens(model: Any, input_ids: Tensor) -> Tensor:
     """
     _, cache = run_with_cache(model, input_ids, lambda name: re.fullmatch(r"f\.\d+\.hook_out", name) is not None)
     require(bool(cache), "logit_lens", f"{type(model).__name__} has no f blocks; ICLMForCausalLM has.")
-    tokens = input_ids.shape[1]
-    return torch.stack([model.lm_head(model.model.ln_final(f[:, -tokens:])) for f in cache.values()])
+    return torch.stack([model.lm_head(model.model.ln_final(f[:, -input_ids.shape[1] :])) for f in cache.values()])
 
 
 def head_projections(layer: Any) -> Tensor:

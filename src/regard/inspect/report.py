@@ -125,9 +125,8 @@ def viewer_data(name: str, maps: AttentionMaps) -> dict[str, Any]:
     largest = np.abs(weights).max(axis=(2, 3), initial=0.0)
     unit = np.where(largest > 0, largest, 1.0)[..., None, None]
     size = np.maximum(1, np.rint(127 * np.sqrt(np.abs(weights) / unit)))
-    codes = np.where(weights == 0, 0, np.sign(weights) * size).astype(np.int8)
     rows, columns = np.tril_indices(n)
-    triangle = codes[:, :, rows, columns]
+    triangle = np.where(weights == 0, 0, np.sign(weights) * size).astype(np.int8)[:, :, rows, columns]
     return {
         "name": name,
         "labels": list(maps.labels),
@@ -141,8 +140,7 @@ def viewer_data(name: str, maps: AttentionMaps) -> dict[str, Any]:
 def layer_table(maps: AttentionMaps) -> Table:
     """Return a table of a model's attention layers: support sizes, negative weights and solver statistics.
 
-    These are means over heads and queries (of the residual, the maximum). There are solver columns if some layer is
-    local linear.
+    These are means over heads and queries (of the residual, the maximum). Local linear layers add solver columns.
     """
     header: tuple[str, ...]
     header = ("layer", "keys with weight", "of the visible", f"with weight above {STRONG:g}", "negative weight")

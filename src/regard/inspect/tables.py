@@ -28,10 +28,9 @@ class Table:
 
     def markdown(self) -> str:
         """Return the table as GitHub Markdown, with `|` in cells escaped."""
-        rule = ("---", *("---:" for _ in self.header[1:]))
         cells = [[cell.translate(_ESCAPED) for cell in row] for row in (self.header, *self.rows)]
         lines = [f"| {' | '.join(row)} |" for row in cells]
-        lines.insert(1, "|" + "|".join(rule) + "|")
+        lines.insert(1, "|" + "|".join(["---", *("---:" for _ in self.header[1:])]) + "|")
         return "\n".join([*lines, *(["", self.note] if self.note else []), ""])
 
     def rich(self, title: str = "") -> RichTable:

@@ -6,7 +6,7 @@ k slots a head, Dk width of a query, Dv of a value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -64,15 +64,9 @@ class FastWeightState(StreamState):
         start = keys.to(torch.promote_types(keys.dtype, torch.float32))
         memories = 1 if shared else batch
         none = (0,) * memories
-        return cls(
-            keys=start.expand(memories, *start.shape),
-            initial_keys=start,
-            values=slot_values.get(name).start(values, memories, storage),
-            waiting=Waiting((), none),
-            seen=(0,) * batch,
-            writes=none,
-            shared=shared,
-        )
+        first: dict[str, Any] = {"keys": start.expand(memories, *start.shape), "initial_keys": start}
+        first["values"] = slot_values.get(name).start(values, memories, storage)
+        return cls(**first, waiting=Waiting((), none), seen=(0,) * batch, writes=none, shared=shared)
 
     @property
     def batch(self) -> int:
@@ -93,7 +87,7 @@ class FastWeightState(StreamState):
     def detach(self) -> FastWeightState:
         return replace(super().detach(), values=self.values.detach())
 
-    def detach_written(self, names: Iterable[str], rows: Tensor | None) -> FastWeightState:
+    def detach_written(self, names: Collection[str], rows: Tensor | None) -> FastWeightState:
         return replace(super().detach_written(("keys",), rows), values=self.values.detach(rows))
 
     def restart(self, rows: Tensor) -> FastWeightState:
@@ -125,8 +119,7 @@ class FastWeightState(StreamState):
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> FastWeightState:
-        """Return the state that `to_tensors` wrote. A tensor that is missing, unknown or does not fit the others is an
-        ArgumentError."""
+        """Return the state that `to_tensors` wrote; missing, unknown or unfit tensors are an ArgumentError."""
         call = f"{CALL}.from_tensors"
         names = {"keys", "initial_keys", "counts", "seen", "writes", "shared", "tokens", "store"}
         parts: dict[str, dict[str, Tensor]] = {"values": {}, "waiting": {}}
@@ -137,20 +130,13 @@ class FastWeightState(StreamState):
         missing = sorted(names - set(tensors))
         require(not missing, call, f"{', '.join(missing)} missing; give what to_tensors() wrote.")
         counts, seen, writes = (tuple(tensors[name].tolist()) for name in ("counts", "seen", "writes"))
-        needed = NEEDED if any(counts) else set()
         text = f"got waiting tensors {', '.join(sorted(parts['waiting'])) or 'none'}; give what to_tensors() wrote."
-        require(needed <= set(parts["waiting"]) <= NEEDED | OPTIONAL, call, text)
+        require((NEEDED if any(counts) else set()) <= set(parts["waiting"]) <= NEEDED | OPTIONAL, call, text)
         store = slot_values.get(bytes(tensors["store"].tolist()).decode())
-        state = cls(
-            keys=tensors["keys"],
-            initial_keys=tensors["initial_keys"],
-            values=store.from_tensors(parts["values"]),
-            waiting=Waiting((parts["waiting"],) if any(counts) else (), counts),
-            seen=seen,
-            writes=writes,
-            shared=bool(tensors["shared"]),
-            tokens=int(tensors["tokens"]),
-        )
+        held: dict[str, Any] = {name: tensors[name] for name in ("keys", "initial_keys")}
+        held |= {"seen": seen, "writes": writes, "shared": bool(tensors["shared"]), "tokens": int(tensors["tokens"])}
+        waiting = Waiting((parts["waiting"],) if any(counts) else (), counts)
+        state = cls(**held, values=store.from_tensors(parts["values"]), waiting=waiting)
         _require_whole(call, state)
         return state
 

@@ -182,8 +182,7 @@ class SlotMemory(ChunkMemory):
                 written = written.map(_of_all_processes)
             shares = (self.rule.steps(written)[..., None, None] * written.weights).flatten(-2)
             keys = self.rule.moved_keys(state.keys, state.values, written, self.kind, self.spec)
-            slots = written.slots.flatten(-2)
-            new = keys, state.values.write(slots, shares, written.errors, written.counted)
+            new = keys, state.values.write(written.slots.flatten(-2), shares, written.errors, written.counted)
         return {"keys": new[0], "values": new[1]}
 
     def _paired(self, state: FastWeightState, tokens: Tensors, following: Tensors | None) -> Written:
@@ -228,8 +227,7 @@ def _next(tokens: Tensors, following: Tensors | None) -> tuple[Tensor, Tensor, T
         following = {"value": value[:, :1], "position": position[:, :1], "good": torch.zeros_like(good[:, :1])}
     last = following.get("good", torch.ones_like(good[:, :1]))
     end = good.shape[1]
-    places = torch.arange(end + 1, device=good.device)
-    at = torch.where(torch.cat([good, last], 1), places, end + 1)
+    at = torch.where(torch.cat([good, last], 1), torch.arange(end + 1, device=good.device), end + 1)
     at = at.flip(1).cummin(1).values.flip(1)[:, 1:]
     there, at = at <= end, at.clamp(max=end)
     value = torch.cat([value, following["value"]], 1).gather(1, at[..., None].expand(*at.shape, value.shape[-1]))
@@ -296,8 +294,7 @@ def fast_weight_memory(
 
     Returns:
         (what was read, v^ [B, T, Dv] in the dtype of `value`, or its mix; the state after the call). A token with a
-        non-finite query, value or gate keeps its place in the chunk, but its output is 0, and it is neither written,
-        nor a target, nor counted.
+        non-finite query, value or gate keeps its place, but reads 0 and is neither written, nor a target, nor counted.
 
     Raises:
         ArgumentError: shapes or dtypes that do not fit, numbers out of range, or a state of another memory.
@@ -367,9 +364,7 @@ def _start(
     return FastWeightState.empty(first, values, len(query), shared=memory.shared, storage=memory.storage, impl=impl)
 
 
-def _fields(
-    query: Tensor, value: Tensor, gate: Tensor | None, state: FastWeightState, mask: Tensor | None
-) -> dict[str, Tensor]:
+def _fields(query: Tensor, value: Tensor, gate: Tensor | None, state: FastWeightState, mask: Tensor | None) -> Tensors:
     """Return positions and `finite_tokens` of the inputs, in float32 at least, by the store's kernels if it has any."""
     fields = {"query": query.to(state.keys.dtype), "value": value} | ({} if gate is None else {"gate": gate})
     wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in fields.items()}

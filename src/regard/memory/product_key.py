@@ -32,8 +32,7 @@ class SlotScore(Protocol):
     """The score of a half query and a sub-key."""
 
     def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
-        """Return the k best sub-keys of each query: (scores [G, T, k], best first, differentiable; index int64
-        [G, T, k]).
+        """Return the k best sub-keys of each query, best first: (scores, differentiable; int64 index), both [G, T, k].
 
         query [G, T, d] and keys [G, n, d] are float32 or float64; of equal scores the lowest index comes first.
         """
@@ -85,11 +84,10 @@ def product_key_search(query: Tensor, keys: Tensor, top_k: int, *, score: str = 
     """
     call = "product_key_search"
     eps = _check(call, query, keys, top_k, eps)
-    kind = slot_scores.given(call, "score", score)()
     dtype = torch.promote_types(torch.promote_types(query.dtype, keys.dtype), torch.float32)
     with full_precision(query.device.type):
         cleaned, bad = clean(query.to(dtype))
-        best = search(cleaned, keys.to(dtype), top_k, kind, eps)
+        best = search(cleaned, keys.to(dtype), top_k, slot_scores.given(call, "score", score)(), eps)
         if bad is None:
             return best
         with_nan = lambda x: torch.where(bad.view(*bad.shape, *[1] * (x.dim() - 3)), torch.nan, x)  # noqa: E731
@@ -152,8 +150,7 @@ def weights_spec(call: str, spec: str | Spec) -> Spec:
     known = as_spec(spec, call)
     if not known.convex or known.degree or known.similarity.name != "dot":
         kind = "that are not negative and sum to one, of degree 0, without their own similarity"
-        expected = f"weights over scores {kind}, such as 'softmax' or 'sparsemax'"
-        raise refuse(call, "spec", str(known), expected)
+        raise refuse(call, "spec", str(known), f"weights over scores {kind}, such as 'softmax' or 'sparsemax'")
     return known
 
 
@@ -319,15 +316,12 @@ TILE = 2**23  # numbers computed at once while sub-keys are selected
 
 
 @torch.no_grad()
-def _selected(
-    measure: Callable[[Tensor, Tensor], Tensor], query: Tensor, keys: Tensor, k: int
-) -> tuple[Tensor, Tensor]:
+def _selected(measure: Callable[..., Tensor], query: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest of measure(query, keys) [G, T, n], best first, and their indices."""
     numbers = keys.numel() if query.dtype == torch.float64 else len(keys) * keys.shape[1]
     best = []
     # an exported graph has one tile, since the number of tiles depends on the length
-    whole = torch.compiler.is_exporting()
-    for part in (query,) if whole else query.split(max(1, TILE // max(1, numbers)), 1):
+    for part in (query,) if torch.compiler.is_exporting() else query.split(max(1, TILE // max(1, numbers)), 1):
         scores = measure(part, keys)
         index = _largest(scores, k)
         best.append((scores.gather(-1, index), index))
@@ -345,8 +339,7 @@ def _largest(scores: Tensor, m: int) -> Tensor:
     # half breaks ties, for which topk alone gives no order.
     bits = (scores + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    places = torch.arange(n - 1, -1, -1, device=scores.device)
-    packed = (ordered.long() << 32) | places
+    packed = (ordered.long() << 32) | torch.arange(n - 1, -1, -1, device=scores.device)
     return n - 1 - (packed.topk(m, dim=-1).values & 0xFFFFFFFF)
 
 

@@ -13,7 +13,7 @@ Shapes: B batch, T tokens of a call, R streams, W tokens of the longest, w token
 memories (R, or 1 if the batch shares one).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -106,10 +106,10 @@ class StreamState(State):
         kept = {name: x for name, x in self._tensors().items() if name not in self.MEMORY and x.is_leaf}
         return replace(StreamState.map(self, Tensor.detach), **kept)
 
-    def detach_written(self: S, names: Iterable[str], rows: Tensor | None) -> S:
+    def detach_written(self: S, names: Collection[str], rows: Tensor | None) -> S:
         """Cut off the gradients of these fields, for the memories `rows` (boolean [M]; None: all)."""
-        new = {n: x.detach() if rows is None else blend(rows, x.detach(), x) for n in names for x in [getattr(self, n)]}
-        return replace(self, **new)
+        held = {name: x for name, x in self.memory.items() if name in names}
+        return replace(self, **{n: x.detach() if rows is None else blend(rows, x.detach(), x) for n, x in held.items()})
 
     def restart(self: S, rows: Tensor) -> S:
         """Set the memories `rows` (boolean [M]) back to their first values, and drop their waiting tokens."""
@@ -385,5 +385,4 @@ def check_tokens(
     require(segment_ids is None or not shared, call, shared_one)
     if torch.compiler.is_exporting() and not (exports and mask is None and segment_ids is None):
         why = "this layer writes its fast weights in chunks of real tokens, which an exported graph cannot hold"
-        only = "of such layers FastWeightProductKeyMemory can be exported"
-        raise ArgumentError(f"torch.export: {why}; {only}.")
+        raise ArgumentError(f"torch.export: {why}; of such layers FastWeightProductKeyMemory can be exported.")

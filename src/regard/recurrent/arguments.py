@@ -72,9 +72,8 @@ def begin(
     checks.optional_whole(name, "chunk_size", chunk_size, 1)
     mask = key_mask(name, attn_mask, key)
     mask = None if mask is None else mask[:, None]
-    packed = documents(name, segment_ids, query, key)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    return Call(name, causal, exclude_self, form, chunk_size, mask, packed, dtype)
+    return Call(name, causal, exclude_self, form, chunk_size, mask, documents(name, segment_ids, query, key), dtype)
 
 
 def _check_tensors(call: str, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> None:

@@ -108,8 +108,7 @@ class _Work:
 
     def cut(self, x: Tensor, at: _Step) -> Tensor:
         """Return x [G, R, n c, ...] as [G, n, R c, ...]."""
-        each = (at.q1 - at.q0) // at.n
-        return x.unflatten(2, (at.n, each)).transpose(1, 2).flatten(2, 3)
+        return x.unflatten(2, (at.n, (at.q1 - at.q0) // at.n)).transpose(1, 2).flatten(2, 3)
 
     def uncut(self, x: Tensor, at: _Step) -> Tensor:
         """Return x [G, n, R c, ...] as [G, R, n c, ...]."""
@@ -150,8 +149,7 @@ class _Work:
 
 
 def _running(start: Tensor, parts: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
-    """Return (start and the sum of the parts before each one [G, n, ...], start and the sum of all); the parts after
-    each one if `backwards`."""
+    """Return (start + the parts before each one [G, n, ...], start + all parts); the parts after if `backwards`."""
     if parts.shape[1] == 1:
         return start[:, None], start + parts[:, 0]
     before = torch.empty_like(parts)

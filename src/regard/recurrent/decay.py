@@ -59,8 +59,7 @@ def retention_log_decay(query: Tensor, heads: int) -> Tensor:
 
 def shifted(phi: Tensor, *keys: Tensor | None) -> tuple[Tensor, ...]:
     """Put an empty position before the keys and one query at the end, so that query i is read before key i."""
-    late = [None if x is None else pad(x, (0, 0, 1, 0)) for x in keys]
-    return (pad(phi, (0, 0, 0, 1)), *late)
+    return (pad(phi, (0, 0, 0, 1)), *(None if x is None else pad(x, (0, 0, 1, 0)) for x in keys))
 
 
 def read(phi: Tensor, state: Tensor) -> Tensor:
@@ -93,8 +92,7 @@ def segments(g: Tensor) -> Tensor:
     """Return exp(sum of g over j < l <= i) for j <= i, else 0: [..., L] -> [..., L, L]."""
     length = g.shape[-1]
     below = torch.ones(length, length, dtype=torch.bool, device=g.device).tril(-1)
-    sums = torch.where(below, g[..., :, None], 0).cumsum(-2)
-    return sums.exp().tril()
+    return torch.where(below, g[..., :, None], 0).cumsum(-2).exp().tril()
 
 
 def pairs(q: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
@@ -142,8 +140,7 @@ class Chunks:
 
     def queries(self, phi: Tensor, kv_heads: int) -> Tensor:
         """Return [B, H, T, F] as [B, Hkv, n, c, R, F]."""
-        grouped = self.cut(phi).unflatten(1, (kv_heads, -1))
-        return grouped.permute(0, 1, 3, 4, 2, 5)
+        return self.cut(phi).unflatten(1, (kv_heads, -1)).permute(0, 1, 3, 4, 2, 5)
 
     def rows(self, x: Tensor, heads: int) -> Tensor:
         """Return [B, Hkv, n, c R, E] as [B, H, T, E]."""
@@ -166,8 +163,7 @@ def _chunked(
     if beta is None:
         before, after = scan(a, transposed @ v, start)
     else:
-        since = k if upto is None else k * upto
-        x, y = _system(k, v, g, since, chunks.cut(beta))
+        x, y = _system(k, v, g, k if upto is None else k * upto, chunks.cut(beta))
         kept = torch.diag_embed(k.new_ones(k.shape[-1]) if g is None else a.expand(*k.shape[:3], k.shape[-1]))
         before, after = scan(kept - transposed @ y, transposed @ x, start)
         inside = _read_chunk(inside, x - y @ before, chunks.size)
@@ -176,8 +172,7 @@ def _chunked(
 
 def _system(k: Tensor, v: Tensor, g: Tensor | None, since: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """Return X and Y of `delta` for every chunk; `since` is K^."""
-    meet = pairs(k[..., None, :], k, g).tril(-1)
-    system = beta * meet + torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
+    system = beta * pairs(k[..., None, :], k, g).tril(-1) + torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
     right = beta * torch.cat([v, since], -1)
     solution = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     x, y = solution.split([v.shape[-1], k.shape[-1]], -1)
@@ -189,8 +184,7 @@ def _read_chunk(weights: Tensor, corrections: Tensor, size: int) -> Tensor:
     weights of later tokens are zero, and zero times infinity is NaN."""
     lost = ~corrections.detach().isfinite().all(-1, keepdim=True)
     rows = (weights @ corrections.masked_fill(lost, 0)).unflatten(-2, (size, -1))
-    seen = lost.int().cummax(-2).values.bool()
-    return rows.masked_fill(seen[..., None], torch.nan).flatten(-3, -2)
+    return rows.masked_fill(lost.int().cummax(-2).values.bool()[..., None], torch.nan).flatten(-3, -2)
 
 
 def _recurrent(

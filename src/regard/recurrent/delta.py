@@ -32,8 +32,7 @@ CALL = "delta_rule"
 
 @dataclass(frozen=True)
 class DeltaState(LinearMap):
-    """The state of the delta rule: `values`, W^T [B, Hkv, D, Dv], in float32 or float64; the rest as in
-    `regard.LinearState`."""
+    """The state of the delta rule: `values`, W^T [B, Hkv, D, Dv], float32 or float64; else as `regard.LinearState`."""
 
     values: Tensor
     non_finite: Tensor

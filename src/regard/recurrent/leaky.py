@@ -164,8 +164,7 @@ def _chunks(x: Tensor, rates: Tensor, mask: Tensor | None, begins: Tensor | None
 
 def _decays(rates: Tensor, real: Tensor) -> Tensor:
     """Return e^{-rate (n_i - n_j)} for j <= i, else 0, of counts [..., c]: [..., c, c]."""
-    apart = (real[..., :, None] - real[..., None, :]).clamp(min=0)
-    return torch.exp(-rates * apart).tril()
+    return torch.exp(-rates * (real[..., :, None] - real[..., None, :]).clamp(min=0)).tril()
 
 
 def _check(x: Tensor, rate: float | Tensor, mask: Tensor | None, chunk: int | None) -> None:

@@ -37,8 +37,7 @@ CALL = "linear_attention"
 
 def finite_features(spec: Spec) -> bool:
     """Return whether the weights of the spec are dot products of finite features."""
-    plain = spec.degree == 0 and isinstance(spec.weighting, Plain)
-    return plain and getattr(spec.kernel, "affine", False)
+    return spec.degree == 0 and isinstance(spec.weighting, Plain) and getattr(spec.kernel, "affine", False)
 
 
 @dataclass(frozen=True)
@@ -226,16 +225,14 @@ def estimate(
     some = sums.power > 0
     size = torch.where(some, (counts * torch.where(some, sums.power, 1)).sqrt(), 0)
     mass = sums.mass
-    near = mass.abs() < GUARD * size
-    mass = torch.where(near, torch.where(mass < 0, -size, size) * GUARD, mass)
+    mass = torch.where(mass.abs() < GUARD * size, torch.where(mass < 0, -size, size) * GUARD, mass)
     mass = torch.where(some, mass, 1 / unit)  # weights of zero, divided by one
     small = ((mass * unit).abs() < least_reach(q.dtype)) | (some & (sums.power < torch.finfo(q.dtype).tiny))
     return _quotient(sums.values, mass, small), sums
 
 
 def _quotient(values: Tensor, mass: Tensor, small: Tensor) -> Tensor:
-    """Return values / mass, without gradient in rows whose sum of weights is so `small` that gradients divided by it
-    would overflow."""
+    """Return values / mass, without gradient in rows whose sum of weights is so `small` that it would overflow."""
     small, mass = small[..., None], mass[..., None]
     fixed = values.detach() / mass.detach()
     return torch.where(small, fixed, torch.where(small, 0, values) / torch.where(small, 1, mass))

@@ -110,8 +110,7 @@ def mesa_attention(
     fade = log_decays(CALL, log_decay, key, None, call.dtype)
     weight = None if beta is None else per_key(CALL, "beta", beta, key, call.dtype)
     state = call.state(state, MesaState, key, MesaState.sizes(key.shape[3], value.shape[3]))
-    qkv = tokens(call, query, key, value, fade, weight)
-    inputs = (qkv, weight, fade, ridge, row_scale(call, scale, query))
+    inputs = (tokens(call, query, key, value, fade, weight), weight, fade, ridge, row_scale(call, scale, query))
     (out, solved), after = call.run(_fit, inputs, state, how=how, residuals=return_diagnostics)
     out, limit = out.to(query.dtype), torch.finfo(call.dtype).eps ** 0.5 if tol is None else tol
     _warn(solved, limit)
@@ -205,13 +204,10 @@ def _warn(measured: dict[str, Tensor], limit: float) -> None:
         return
     bad = ~(residual <= limit)
     if bool(bad.any()):
-        warnings.warn(
-            f"{CALL}: {int(bad.sum())} of {bad.numel()} systems are unconverged, with residuals up to "
-            f"{float(residual.max()):.2g}; use a larger ridge or float64, or with solver='cg' a larger max_iter "
-            f"(return_diagnostics=True shows which).",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        most = f"{int(bad.sum())} of {bad.numel()} systems are unconverged, with residuals up to {residual.max():.2g}"
+        hint = "use a larger ridge or float64, or with solver='cg' a larger max_iter"
+        text = f"{CALL}: {most}; {hint} (return_diagnostics=True shows which)."
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _how(query: Tensor, call: Call, solver: Any, tol: float | None, max_iter: int | None) -> How:

@@ -185,8 +185,7 @@ def _cholesky(matrix: Tensor) -> Tensor:
         if not bool(info.any()):
             break
         late = (info[..., None] > 0) & (order >= info[..., None])
-        diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-        matrix = matrix + torch.diag_embed(torch.where(late, amount * diagonal.abs(), 0))
+        matrix = matrix + torch.diag_embed(torch.where(late, amount * matrix.diagonal(dim1=-2, dim2=-1).abs(), 0))
         factor, info = torch.linalg.cholesky_ex(matrix)
         amount = amount * 16
     return factor

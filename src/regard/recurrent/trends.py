@@ -41,8 +41,7 @@ class Trend(ABC):
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
             if f.name in RANGES:
-                value = number(self.name, f.name, getattr(self, f.name), **RANGES[f.name])
-                object.__setattr__(self, f.name, value)
+                object.__setattr__(self, f.name, number(self.name, f.name, getattr(self, f.name), **RANGES[f.name]))
 
     @abstractmethod
     def predict(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:

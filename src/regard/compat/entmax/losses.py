@@ -60,8 +60,7 @@ def entmax_bisect_loss(X: Tensor, target: Tensor, alpha: float | Tensor = 1.5, n
 
 def normmax_bisect_loss(X: Tensor, target: Tensor, alpha: float | Tensor = 2, n_iter: int = 50) -> Tensor:
     """Return the alpha-normmax loss of every row. As `sparsemax_loss`; `alpha` and `n_iter` as in `normmax_bisect`."""
-    call = "normmax_bisect_loss"
-    return _loss(call, X, target, lambda z: normmax_bisect(z, alpha, -1, n_iter), alpha, norm=True)
+    return _loss("normmax_bisect_loss", X, target, lambda z: normmax_bisect(z, alpha, -1, n_iter), alpha, norm=True)
 
 
 def _loss(

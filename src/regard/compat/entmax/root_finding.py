@@ -132,8 +132,7 @@ def _heavy(X: Tensor, alpha: Tensor, dim: int) -> Tensor:
 
 
 def _checked(call: str, X: Tensor, dim: int, n_iter: int, name: str, value: Any, *, low: float, strict: bool) -> Any:
-    """Check the arguments; return a number as a float, or a tensor with length 1 along `dim` that expands to X, in its
-    computing dtype."""
+    """Check all arguments; return a float, or a tensor that expands to X, of length 1 along `dim`, float32 at least."""
     floating(call, "X", X)
     whole(call, "n_iter", n_iter, 1)
     if isinstance(dim, bool) or not isinstance(dim, int) or not -X.dim() <= dim < X.dim():

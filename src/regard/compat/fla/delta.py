@@ -127,8 +127,7 @@ def _delta(
 def _gate(call: str, g: Any, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
     """Return the decays of raw gates [B, T, HV] or [B, T, HV, K] by the formulas of `chunk_kda`."""
     require(g is not None, call, "use_gate_in_kernel=True needs g, the gate before its activation.")
-    given = A_log is not None or lower_bound is not None
-    require(given, call, "use_gate_in_kernel=True needs A_log [HV].")
+    require(A_log is not None or lower_bound is not None, call, "use_gate_in_kernel=True needs A_log [HV].")
     for name, x, wanted in (("A_log", A_log, g.shape[2]), ("dt_bias", dt_bias, g.shape[2:].numel())):
         if x is not None:
             count = tensor(call, name, x, like=g, of="g").numel()

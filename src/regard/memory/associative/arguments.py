@@ -79,8 +79,7 @@ def checked_queries(call: str, queries: Tensor, sizes: tuple[int, int] | None, h
 def require_fit(
     call: str, name: str, x: Tensor, dims: list[tuple[str, Any, Any]], held: Any, slots: Any, any_batch: bool = False
 ) -> None:
-    """Check that x [B, H, n, D], called `name`, fits short-term memory, learned slots and `dims`: (name, size, expected
-    size)."""
+    """Check that x [B, H, n, D], called `name`, fits the memory, its slots and `dims`: (name, size, expected size)."""
     wanted, like = dims, slots if held is None else held
     if held is not None:
         batch, heads = held.leading

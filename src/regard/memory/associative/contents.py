@@ -1,5 +1,4 @@
-"""What an associative memory holds: pairs, or a state of fixed size instead of them. Nothing changes in place, so that
-gradients flow through.
+"""What an associative memory holds: pairs, or a state of fixed size. Nothing changes in place, so gradients flow.
 
 A state of fixed size is sums over pairs (generalized-memory paper, equations 9 to 16), or the state of a global linear
 model (`regard.recurrent.trends`).

@@ -144,8 +144,7 @@ class _Tsallis(Energy):
     def potential(z: Tensor, spec: Spec, params: Params) -> Tensor:
         r = spec.bandwidth.kernel_params(params).get("r", spec.kernel.r)
         p = _weights(z, spec, params)
-        inside = p > 0
-        log = torch.where(inside, p, 1).log()
+        log = torch.where(p > 0, p, 1).log()
         # (p - p^alpha) / (alpha (alpha - 1)) without the cancellation that alpha near 1 brings
         entropy = -(p * torch.expm1(log / r)).sum(-1, keepdim=True) * (r * r / (r + 1))
         top, below = _split(z)
@@ -162,8 +161,7 @@ class _SubsetMean(Energy):
 
     @staticmethod
     def potential(z: Tensor, spec: Spec, params: Params) -> Tensor:
-        p = _weights(z.detach(), spec, params).detach()
-        return (p * torch.where(z == -torch.inf, 0, z)).sum(-1)
+        return (_weights(z.detach(), spec, params).detach() * torch.where(z == -torch.inf, 0, z)).sum(-1)
 
 
 @energies.register("sum")
@@ -234,5 +232,4 @@ def _(kernel: Linear, a: Tensor, params: Params) -> Tensor:
 @integral.register
 def _(kernel: ClippedGeometric, a: Tensor, params: Params) -> Tensor:
     edge, one = kernel.limit, 1 + kernel.eps
-    below = -edge * torch.log(one - a.clamp(max=edge) / edge)
-    return below + (a - edge).relu() / kernel.eps
+    return -edge * torch.log(one - a.clamp(max=edge) / edge) + (a - edge).relu() / kernel.eps

@@ -131,8 +131,7 @@ class OverlayValues:
         return (self.where >= 0).sum(1)
 
     def dense(self) -> Tensor:
-        every = torch.arange(self.slots, device=self.where.device)
-        return self.rows(every.expand(self.memories, 1, -1))[:, 0]
+        return self.rows(torch.arange(self.slots, device=self.where.device).expand(self.memories, 1, -1))[:, 0]
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return base [N, Dv], rows [R, Dv] and where [M, N]."""
@@ -183,8 +182,7 @@ class OverlayValues:
     def _row(self, where: Tensor, slots: Tensor) -> Tensor:
         """Map slots, given their entries of `where`, to rows of the table or of the written copies."""
         where = where.long()
-        stored = torch.where(where < 0, -2 - where, where) + self.slots
-        return torch.where(where == BASE, slots, stored)
+        return torch.where(where == BASE, slots, torch.where(where < 0, -2 - where, where) + self.slots)
 
     def _ids(self, slots: Tensor) -> Tensor:
         return self._row(self.where.gather(1, slots.flatten(1)).view(slots.shape), slots)
@@ -227,8 +225,7 @@ class OverlayValues:
 
     def _packed(self) -> OverlayValues:
         """Return the store with its own pool of only the rows in use, without gradients."""
-        full = self.written() > self.slots // 2
-        held = (self.where != BASE) | full[:, None]
+        held = (self.where != BASE) | (self.written() > self.slots // 2)[:, None]
         slots = torch.arange(self.slots, device=self.where.device).expand_as(self.where)
         ids, at = torch.unique(self._row(self.where[held], slots[held]), return_inverse=True)
         where = self.where.clone()

@@ -222,8 +222,7 @@ class Read(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, token: Tensor | None, pool: Pool, ids: Tensor, reach: Reach) -> Tensor:
         ctx.save_for_backward(weights, ids, pool.pieces[0])
         ctx.pool, ctx.reach = pool, reach
-        tokens = ids.shape[0] * ids.shape[1]
-        out = pool.sums(ids.flatten(), weights.flatten(), _owner(ids), tokens)
+        out = pool.sums(ids.flatten(), weights.flatten(), _owner(ids), ids.shape[0] * ids.shape[1])
         return out.view(*ids.shape[:2], pool.width)
 
     @staticmethod
@@ -253,8 +252,7 @@ class Rows(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         pool, ids = ctx.pool, ctx.ids.flatten()
-        memory = _owner(ctx.ids) // ctx.ids.shape[1]
-        at = ctx.reach.of(pool, ids, memory).nonzero()[:, 0]
+        at = ctx.reach.of(pool, ids, _owner(ctx.ids) // ctx.ids.shape[1]).nonzero()[:, 0]
         deposit(pool, ids[at], at, None, upstream.reshape(-1, pool.width))
         return upstream.new_zeros(()), None, None, None
 
@@ -289,8 +287,7 @@ class Write(torch.autograd.Function):
             order = owner.argsort()
             weights = (-shares.flatten()[entry] / count)[order]
             error_grad.copy_(gradients.rows.sums(where[order], weights, owner[order], len(error)).view_as(errors))
-            keep = reach.of(pool, old[has], plan.keys[has] // (pool.given or 1))
-            gradients.move(ids[has], old[has], keep)
+            gradients.move(ids[has], old[has], reach.of(pool, old[has], plan.keys[has] // (pool.given or 1)))
         pool.tidy()
         return share_grad, error_grad, token, None
 

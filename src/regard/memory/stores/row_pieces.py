@@ -1,7 +1,6 @@
 """Tables that grow, and weighted sums of their rows without a tensor of all gathered rows.
 
-A table consists of pieces, which never move. So it grows without copying, and a backward pass still finds the rows that
-were read.
+A table consists of pieces that never move: it grows without copying, and a backward pass finds the rows that were read.
 
 Shapes: D width of a row; E entries, pairs of a row and the output that it is added to; U distinct rows among them.
 """

@@ -158,8 +158,7 @@ class DenseValues:
 
     @property
     def bytes(self) -> int:
-        is_view = self.values.data_ptr() == self.base.data_ptr()
-        return self.base.nbytes + (0 if is_view else self.values.nbytes)
+        return self.base.nbytes + (0 if self.values.data_ptr() == self.base.data_ptr() else self.values.nbytes)
 
     @property
     def _wide(self) -> torch.dtype:
@@ -170,8 +169,7 @@ class DenseValues:
 
     def rows(self, slots: Tensor) -> Tensor:
         first = torch.arange(self.memories, device=slots.device)[:, None, None] * self.slots
-        table = self.values.reshape(-1, self.width)
-        rows = table.index_select(0, (slots + first).reshape(-1))
+        rows = self.values.reshape(-1, self.width).index_select(0, (slots + first).reshape(-1))
         return rows.view(*slots.shape, self.width).to(self._wide)
 
     def write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor) -> DenseValues:
