@@ -197,8 +197,7 @@ class WriterTrace(MemoryObserver):
     that the layer was given since the trace began. Snapshots that are restored are not tracked.
 
     Args:
-        slots: N.
-        writers: W, how many are kept for each slot.
+        slots, writers: N, and W, how many are kept for each slot.
 
     Cost: 16 M N W bytes on the CPU, and 16 K W bytes per read.
     """

@@ -46,10 +46,8 @@ class RegardConfig(PreTrainedConfig):
     """Fields of every language model; a subclass adds its own and checks them in `normalise`.
 
     Args:
-        vocab_size: number of tokens V.
-        hidden_size: model width C.
-        num_hidden_layers: number of layers.
-        num_attention_heads: number of attention heads per layer.
+        vocab_size, hidden_size: number of tokens V, and model width C.
+        num_hidden_layers, num_attention_heads: number of layers, and of attention heads per layer.
         mixers: one spec (text, preset or `Spec`) for all layers, or one for each; stored as a list of canonical texts.
         max_position_embeddings: longest sequence in training and prompt of `generate`; longer ones can be computed.
         initializer_range: standard deviation of the initial weights.

@@ -51,10 +51,8 @@ class Matched:
     """A configuration matched to a number of parameters.
 
     Attributes:
-        config: the matched configuration.
-        parameters: its number of parameters, tied matrices counted once.
-        target: the number asked for.
-        field: the field that was changed.
+        config, parameters: the matched configuration and its number of parameters, tied matrices counted once.
+        target, field: the number asked for, and the field that was changed.
     """
 
     config: RegardConfig

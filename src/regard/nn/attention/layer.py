@@ -40,8 +40,7 @@ class Attention(nn.Module):
     """Causal self-attention: query, key, value and output projections around `regard.attention`.
 
     Args:
-        hidden_size: model width C.
-        num_heads: query heads H.
+        hidden_size, num_heads: model width C and query heads H.
         num_kv_heads: key/value heads, a divisor of `num_heads` (grouped queries); default `num_heads`.
         head_dim: channels of a head; default `hidden_size // num_heads`, which must then be exact.
         spec: a `Spec`, or the name or text of one.

@@ -29,8 +29,7 @@ class FastWeightMLP(FastWeightLayer):
     Chunks, padding, non-finite tokens and further attributes are those of `FastWeightLayer`.
 
     Args:
-        hidden_size: C.
-        in_dim, hidden_dim, value_dim: Din, F, Dv.
+        hidden_size, in_dim, hidden_dim, value_dim: C, Din, F, Dv.
         value_norm: z-score the values. gating: mix by a gate, else read + v.
         learn_initial: the first weights are parameters, learned from the gradient through reads and writes.
         norm_eps: of the RMS norms.

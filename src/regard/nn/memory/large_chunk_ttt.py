@@ -58,10 +58,8 @@ class LargeChunkTTT(nn.Module):
     Chunks count the real tokens of a sequence; the window counts positions, as in `nn.Attention`.
 
     Args:
-        hidden_size: C.
-        num_heads: H. fast_heads: Hf. Both divide C.
+        hidden_size, num_heads, fast_heads, window: C, H, Hf and W; H and Hf divide C.
         inner: F / D.
-        window: W.
         layer_idx: the layer's place in a cache.
         bias: biases of queries, keys and values.
         qk_norm: an RMS norm with gains over the whole width of queries, and of keys.
