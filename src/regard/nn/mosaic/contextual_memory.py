@@ -174,7 +174,8 @@ class ContextualMemory(PerHead):
     ) -> None:
         super().__init__()
         flags(CALL, bias=bias, average=average)
-        check_features(CALL, key_eps, scale_limit)
+        number(CALL, "key_eps", key_eps, low=0.0)
+        number(CALL, "scale_limit", scale_limit)
         one_of(CALL, "look_ahead", look_ahead, LOOK_AHEAD)
         self.head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, head_dim)
         self.spec = contextual_spec(CALL, spec, uniform_gradient)
@@ -313,12 +314,6 @@ class ContextualMemory(PerHead):
             return query, key
         beta = sharpness.sqrt().to(key.dtype)[:, None, None]
         return query * beta, key * beta
-
-
-def check_features(call: str, key_eps: Any, scale_limit: Any) -> None:
-    """Check parameters of `KeyFeatures` and `Sharpness` under the names that layers give them."""
-    number(call, "key_eps", key_eps, low=0.0)
-    number(call, "scale_limit", scale_limit)
 
 
 def checked_tokens(

@@ -8,13 +8,13 @@ Shapes: B batch, T tokens, N tokens so far, C model width, H heads, D channels o
 import torch
 from torch import Tensor, nn
 
-from ...checks import flags, instance, require
+from ...checks import flags, instance, number, require
 from ...grammar import Spec, as_spec
 from ...pairwise.attention import attention
 from ...recurrent.leaky import LeakyState
 from ..arguments import check_heads, positive_ints
 from ..hooks import HookPoint
-from .contextual_memory import check_features, checked_tokens, measures_distance
+from .contextual_memory import checked_tokens, measures_distance
 from .features import GAIN, SCALE_LIMIT, VALUE_START, KeyFeatures, OutputProjection, PerHead, Sharpness
 
 CALL = "nn.PersistentMemory"
@@ -59,7 +59,8 @@ class PersistentMemory(PerHead):
     ) -> None:
         super().__init__()
         flags(CALL, own_keys=own_keys, bias=bias, average=average)
-        check_features(CALL, key_eps, scale_limit)
+        number(CALL, "key_eps", key_eps, low=0.0)
+        number(CALL, "scale_limit", scale_limit)
         self.head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, head_dim)
         positive_ints(CALL, slots=slots, copies=copies)
         self.spec = persistent_spec(CALL, spec)
