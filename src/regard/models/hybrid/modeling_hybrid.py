@@ -55,7 +55,6 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
             else:
                 self.memory = memory
         if self.mlp is None and config.feed_forward != "none":
-            assert config.intermediate_size is not None  # filled in by config.normalise
             self.mlp = feed_forwards.get(config.feed_forward)(config.hidden_size, config.intermediate_size)
         if self.mlp is not None:
             self.post_attention_layernorm = make_norm(config.norm, config.hidden_size, config.rms_norm_eps)
@@ -149,7 +148,6 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         return hybrid_cache(self.config, pairs=pairs, length=length)
 
     def decode(self, embedded: Tensor, context: Context) -> Decoded:
-        assert self.config.head_dim is not None  # filled in by config.normalise
         if context.cache is not None:
             check_cache(self.call, context.cache, self.cached_layers, len(embedded))
         if context.segments is not None:

@@ -139,9 +139,8 @@ class StateMixer(TokenMixer):
         self, hidden: Tensor, mask: Tensor | None, states: States, segment_ids: Tensor | None = None
     ) -> tuple[Tensor, States]:
         """Do what `advance` does for any mask [B, T] of real tokens; padding gives 0 and changes nothing else."""
-        if all_real(mask):
+        if mask is None or all_real(mask):
             return self.advance(hidden, None, states, segment_ids)
-        assert mask is not None
         # Move the real tokens of each row to the front, so that no real token follows padding.
         order = (~mask).to(torch.int8).argsort(dim=1, stable=True)
         index = order[..., None].expand_as(hidden)

@@ -257,8 +257,7 @@ class ContextualMemory(PerHead):
         pair_keys, last_key = pair_rows(keys, None if state is None else state.key[:, :, None], hidden)
         before, last = pair_rows(projected, None if state is None else state.value[:, :, None], hidden)
         following = projected[:, :, tokens - before.shape[2] :]
-        if segment_ids is not None:  # keep documents apart in unused values too, so that NaN cannot spread
-            assert pairs is not None
+        if segment_ids is not None and pairs is not None:  # apart in unused values too, so that NaN cannot spread
             across = ~pairs.visible[:, None, :, None]
             pair_keys, before, following = (part.masked_fill(across, 0) for part in (pair_keys, before, following))
         values = self.hook_v(self.values(before, following))
