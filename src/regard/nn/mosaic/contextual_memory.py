@@ -108,7 +108,7 @@ def _starts(spec: Spec, dim: int, names: Sequence[str], start: str) -> dict[str,
     first = {name: float(spec.params[name].default) for name in learnable}
     for name, value in first.items():
         above = 1.0 if name == "alpha" else 0.0
-        low = f"{name} is {value} in {spec}, expected above {above} to learn its logarithm, or not to be in learned."
+        low = f"{name} is {value} in {spec}, learned as its log; start it above {above}, or leave it out of learned."
         require(name == "bias" or value > above, CALL, low)
     if start == "spec":
         return first
