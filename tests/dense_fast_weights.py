@@ -5,6 +5,7 @@ Legend: one memory; R rows, L tokens of a chunk, H heads, n sub-keys of a half, 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ def numbers(*size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def close(found: Tensor, expected: Tensor, atol: float = 1e-10) -> None:
+def close(found: Any, expected: Any, atol: float = 1e-10) -> None:
+    """Compare tensors, or sequences of them."""
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
@@ -50,16 +52,12 @@ def slot_shares(query: Tensor, keys: Tensor, k: int, score: str = "idw", eps: fl
 
 @dataclass
 class Dense:
-    """One memory and how it is written.
+    """One memory and how it is written."""
 
-    Attributes:
-        keys: [H, 2, n, d]. values: [N, Dv]. step, rate, address, key_update, look_ahead, border: as in `WriteRule`.
-    """
-
-    keys: Tensor
-    values: Tensor
+    keys: Tensor  # [H, 2, n, d]
+    values: Tensor  # [N, Dv]
     k: int
-    step: str = "normalized"
+    step: str = "normalized"  # this and what follows up to `border`: as in `WriteRule`
     rate: float = 1.0
     address: float = 10.0
     key_update: str = "entropy"
@@ -90,8 +88,7 @@ class Dense:
         return torch.cat([value[1:], last[None]]), has
 
     def write(self, query: Tensor, value: Tensor, gate: Tensor, following: Tensor | None) -> None:
-        """Learn a chunk: queries [R, L, H, 2 d], values [R, L, Dv], gates [R, L], the values of the next tokens [R, Dv]
-        or None."""
+        """Learn a chunk: query [R, L, H, 2 d], value [R, L, Dv], gate [R, L], the next values [R, Dv] or None."""
         after = [None] * len(value) if following is None else following
         target, has = zip(*(self.targets(v, last) for v, last in zip(value, after, strict=True)), strict=True)
         self.learn(query.flatten(0, 1), torch.cat(target), gate.flatten(0, 1), torch.cat(has))

@@ -13,8 +13,7 @@ SLOTS, WIDTH, TOKENS, SELECTED = 12, 4, 5, 3
 
 def picks(memories: int, tokens: int, selected: int, slots: int, seed: int) -> Tensor:
     """Slots of tokens: those of one token differ, those of several meet."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(memories, tokens, slots, generator=generator).argsort(-1)
+    order = torch.rand(memories, tokens, slots, generator=torch.Generator().manual_seed(seed)).argsort(-1)
     return order[..., :selected].contiguous()
 
 
@@ -31,16 +30,9 @@ def dense_write(table: Tensor, slots: Tensor, shares: Tensor, errors: Tensor, co
     return table - moved / number[..., None]
 
 
-def agree(given: Any, wanted: Any, atol: float = 1e-11) -> None:
-    torch.testing.assert_close(given, wanted, atol=atol, rtol=0)
-
-
 class Program:
-    """Stores that grew from one base, and the tables [M, N, D] that they should hold.
-
-    Every operation goes on from any store of before, so that stores fork, and some are dropped while a graph still
-    needs their rows.
-    """
+    """Stores that grew from one base, and the tables [M, N, D] that they should hold. Every operation goes on from any
+    store of before, so that stores fork, and some are dropped while a graph still needs their rows."""
 
     def __init__(self, name: str, seed: int, recorded: bool, slots: int = SLOTS) -> None:
         self.draw, self.make = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -70,8 +62,7 @@ class Program:
             weights = self.leaf(memories, TOKENS, SELECTED)
             self.leaves.append(weights)
             rows = torch.stack([table[m][slots[m]] for m in range(memories)])
-            own = weights.to(self.dtype)
-            self.found.append(store.read(own, slots) if what == "read" else store.rows(slots))
+            self.found.append(store.read(weights.to(self.dtype), slots) if what == "read" else store.rows(slots))
             self.wanted.append(dense_read(table, weights, slots) if what == "read" else rows)
             self.agree(self.found[-1:], self.wanted[-1:])
             return
@@ -125,4 +116,5 @@ class Program:
         self.agree(*grads, 100)
 
     def agree(self, given: Any, wanted: Any, times: float = 1.0) -> None:
-        agree([x.double() for x in given], [x.double() for x in wanted], atol=times * self.atol)
+        given, wanted = ([x.double() for x in each] for each in (given, wanted))
+        torch.testing.assert_close(given, wanted, atol=times * self.atol, rtol=0)

@@ -23,8 +23,7 @@ def _visible(given: dict[str, Any]) -> Tensor:
     """Which pairs the arguments of a call make visible."""
     (batch, heads, queries, _), keys = given["query"].shape, given["key"].shape[2]
     names = ("attn_mask", "is_causal", "exclude_self", "window", "query_offset", "segment_ids")
-    how = {n: given[n] for n in names if n in given}
-    return oracle.visible(batch, heads, queries, keys, **how)
+    return oracle.visible(batch, heads, queries, keys, **{n: given[n] for n in names if n in given})
 
 
 def _tensors(draw: Draw) -> dict[str, Any]:
@@ -115,9 +114,8 @@ def attention(draw: Draw) -> Call:
         spec, s = KNOWN[0], oracle.read(KNOWN[0])
     given["spec"] = draw.one(spec, str(spec))
     dtype, rows = given["query"].dtype, _rows(given)
-    scale = draw.often(
-        draw.one(0.7, draw.uniform(0.5, 1.5, *rows, dtype=dtype), draw.uniform(0.5, 1.5, 1, dtype=dtype))
-    )
+    of_rows, of_all = (draw.uniform(0.5, 1.5, *size, dtype=dtype) for size in (rows, (1,)))
+    scale = draw.often(draw.one(0.7, of_rows, of_all))
     given["scale"] = scale if spec.takes_scale else None
     given["params"] = draw.one(None, {}, _numbers(draw, spec, rows, dtype))
     any_impl = not given["return_diagnostics"] and given["segment_ids"] is None
@@ -199,13 +197,11 @@ def local_linear(draw: Draw) -> Call:
     modes = ("relative", "absolute") if mass or spec.kernel.name == "gaussian" else ("relative",)
     steps, tol = (draw.often(200), draw.often(1e-12)) if cg else (None, None)
     strict = solver == "cg" or steps is not None or tol is not None
+    wrong = ("linear", "geometric*fixed*cosine*unnormalised")
     values, own = split(
         arguments(
             ridge=(ridge, Real(low=0.0, strict=strict, rows=(rows, tuple(given["query"].shape)))),
-            spec=(
-                draw.one(spec, str(spec)),
-                SpecValue(also=("linear", "geometric*fixed*cosine*unnormalised"), fine=("rbf",)),
-            ),
+            spec=(draw.one(spec, str(spec)), SpecValue(wrong, fine=("rbf",))),
             solver=(solver, Word(words=("auto", "cholesky", "cg", "block-diagonal"), also=("learned",))),
             ridge_mode=(mode, Word(words=modes)),
             max_iter=(steps, Whole(low=0, high=2**31, none=True) if cg else ONLY_NONE),
@@ -214,8 +210,7 @@ def local_linear(draw: Draw) -> Call:
         )
     )
     given |= {**values, "params": None, "scale": None, "impl": "auto"}
-    kinds = _kinds(given, spec) | own
-    call = Call("local_linear_attention", regard.local_linear_attention, given, kinds)
+    call = Call("local_linear_attention", regard.local_linear_attention, given, (_kinds(given, spec) | own))
     if solver != "block-diagonal" and steps is None:
         choices = replace(oracle.read(spec), degree=1, absolute=mode == "absolute")
 

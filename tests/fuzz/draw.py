@@ -3,7 +3,7 @@
 import inspect
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,30 +25,19 @@ USUAL: dict[str, Kind] = {
 
 @dataclass
 class Call:
-    """A valid call of a public function.
+    """A valid call of a public function."""
 
-    Attributes:
-        name: what its errors call it.
-        run: the function.
-        given: its arguments by name.
-        kinds: what each of them may be; those without a kind are not replaced.
-        truth: the expected result in float64 (of the first tensor that comes back), or None.
-        tolerance: for the comparison with it.
-        gradients: the tensors among the arguments by which `truth` may be differentiated.
-    """
-
-    name: str
+    name: str  # what its errors call it
     run: Callable[..., Any]
-    given: dict[str, Any]
-    kinds: dict[str, Kind]
-    truth: Callable[..., Tensor] | None = None
-    tolerance: float = 1e-9
-    gradients: tuple[str, ...] = field(default=())
+    given: dict[str, Any]  # its arguments by name
+    kinds: dict[str, Kind]  # what each of them may be; those without a kind are not replaced
+    truth: Callable[..., Tensor] | None = None  # the expected result in float64, of the first tensor that comes back
+    tolerance: float = 1e-9  # for the comparison with it
+    gradients: tuple[str, ...] = ()  # the tensors among the arguments by which `truth` may be differentiated
 
 
 def split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Kind]]:
-    """Values and kinds of arguments that are pairs (value, kind); a bool alone is a flag, and whatever else stands
-    alone is not replaced."""
+    """Values and kinds of arguments: pairs (value, kind); a bool alone is a flag, anything else is not replaced."""
     given, kinds = {}, {}
     for name, argument in arguments.items():
         paired = type(argument) is tuple and len(argument) == 2 and isinstance(argument[1], Kind)
@@ -132,10 +121,8 @@ def alike(kind: Kind, **values: Any) -> Arguments:
 
 
 def public(key: str, run: Callable[..., Any] | None = None) -> Any:
-    """Register a function that draws a call, or only the arguments of `run`.
-
-    Errors call `run` by `key`. What is drawn may leave out what `derived` finds.
-    """
+    """Register a function that draws a call, or only the arguments of `run`. Errors call `run` by `key`. What is drawn
+    may leave out what `derived` finds."""
 
     def register(draws: Callable[[Draw], Any]) -> Callable[[Draw], Call]:
         def drawn(draw: Draw) -> Call:

@@ -17,12 +17,8 @@ from .kinds import finite, label
 
 def replacements(call: Call) -> list[tuple[str, Any]]:
     """Every argument with every value that may take its place."""
-    return [
-        (name, value)
-        for name, kind in call.kinds.items()
-        for value in kind.values(call.given.get(name))
-        if not kind.skip(value, call.given.get(name))
-    ]
+    taken = ((name, kind, call.given.get(name)) for name, kind in call.kinds.items())
+    return [(name, x) for name, kind, given in taken for x in kind.values(given) if not kind.skip(x, given)]
 
 
 def judged(call: Call, name: str, value: Any) -> tuple[str, str]:
@@ -79,15 +75,12 @@ def compared(call: Call, gradients: bool) -> str | None:
         (found.double() * weigh).sum().backward()
         (expected * weigh).sum().backward()
         for name in call.gradients:
-            own, other = leaves[name].grad, wide[name].grad
             zero = torch.zeros_like(wide[name])
-            fault = fault or _apart(
-                zero if own is None else own,
-                zero if other is None else other,
-                20 * call.tolerance,
-                f"the gradient of {name}",
-            )
-    return None if fault is None else f"{call.name}: {fault} with {described(call)}"
+            own, other = (zero if x[name].grad is None else x[name].grad for x in (leaves, wide))
+            fault = fault or _apart(own, other, 20 * call.tolerance, f"the gradient of {name}")
+    if fault is None:
+        return None
+    return f"{call.name}: {fault} with " + ", ".join(f"{n}={label(x)}" for n, x in call.given.items())
 
 
 def _apart(found: Tensor, expected: Tensor, tolerance: float, what: str) -> str | None:
@@ -113,8 +106,3 @@ def widened(x: Any) -> Any:
 
 def first(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
-
-
-def described(call: Call) -> str:
-    """The arguments of a call as text."""
-    return ", ".join(f"{n}={label(x)}" for n, x in call.given.items())

@@ -25,36 +25,21 @@ FLOATS = (0.5, 1.5, -0.5, 1e300, -1e300, math.nan, math.inf, -math.inf)
 NUMBERS: tuple[Any, ...] = (0, 1, -1, 2, 7, *FLOATS, 10**30, HUGE, True, False)
 OBJECTS: tuple[Any, ...] = ("nonsense", "", b"bytes", None, (), [], {}, [1], {"a": 1}, object, Strange(), len, 2j)
 TENSORS: tuple[Tensor, ...] = (
-    torch.tensor(1.0),
-    torch.tensor(True),
-    torch.tensor(3),
-    torch.ones(2, 3),
-    torch.ones(0),
-    torch.ones(1, 1, 1, 1, 1, 1),
-    torch.full((1,), math.nan),
-    torch.ones(1, device="meta"),
-)
+    *map(torch.tensor, (1.0, True, 3)), *map(torch.ones, ((2, 3), (0,), (1, 1, 1, 1, 1, 1))),
+    torch.full((1,), math.nan), torch.ones(1, device="meta"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument may be.
+    """What an argument may be."""
 
-    Attributes:
-        none: whether None is valid.
-        also: further values that are not valid.
-        fine: further values that are valid, compared by identity or equality.
-        most: valid numbers above this are left out: they take too much time or memory.
-        skip: which values are left out, given the value that they replace.
-        test: whether a value of no other kind is valid.
-    """
-
-    none: bool = False
-    also: tuple[Any, ...] = ()
-    fine: tuple[Any, ...] = ()
-    most: float = math.inf
-    skip: Callable[[Any, Any], bool] = lambda value, given: False
-    test: Callable[[Any], bool] = lambda value: False
+    none: bool = False  # whether None is valid
+    also: tuple[Any, ...] = ()  # further values that are not valid
+    fine: tuple[Any, ...] = ()  # further values that are valid, compared by identity or equality
+    most: float = math.inf  # valid numbers above this are left out: they take too much time or memory
+    skip: Callable[[Any, Any], bool] = lambda value, given: False  # which are left out, and what they would replace
+    test: Callable[[Any], bool] = lambda value: False  # whether a value of no other kind is valid
 
     def accepts(self, value: Any) -> bool:
         if value is None:
@@ -154,23 +139,14 @@ def SpecValue(also: tuple[Any, ...] = (), **more: Any) -> Kind:
 
 @dataclass(frozen=True)
 class Floats(Kind):
-    """A floating-point tensor; each axis in `fixed` must have the size that it has, the rank is always given.
+    """A floating-point tensor, whose rank is always given."""
 
-    Attributes:
-        fixed: axes whose size other arguments decide; None: all.
-        dtype: whether the dtype must be that of the others.
-        broadcast: whether an axis of 1 (or fewer axes) will do.
-        short: whether a first axis of 1 may be left out.
-        alone: whether no other tensor says where it must be.
-        kind: "float", "bool" or "integer".
-    """
-
-    fixed: tuple[int, ...] | None = None
-    dtype: bool = True
-    broadcast: bool = False
-    short: bool = False
-    alone: bool = False
-    kind: str = "float"
+    fixed: tuple[int, ...] | None = None  # axes whose size other arguments decide; None: all
+    dtype: bool = True  # whether the dtype must be that of the others
+    broadcast: bool = False  # whether an axis of 1 (or fewer axes) will do
+    short: bool = False  # whether a first axis of 1 may be left out
+    alone: bool = False  # whether no other tensor says where it must be
+    kind: str = "float"  # or "bool" or "integer"
 
     def values(self, given: Any) -> list[Any]:
         if not isinstance(given, Tensor):

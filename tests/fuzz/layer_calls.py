@@ -190,14 +190,14 @@ def _mask(draw: Draw, batch: int, tokens: int) -> tuple[Any, Kind]:
     return draw.one(None, draw.mask(batch, tokens)), Mask(none=True, fixed=(0, 1))
 
 
+def _segments(draw: Draw, batch: int, tokens: int) -> tuple[Any, Kind]:
+    return draw.one(None, draw.integers(2, batch, tokens).sort(1).values), Integers(none=True, fixed=(1,))
+
+
 FORWARD = {
     "position_embeddings": _positions,
-    "attention_mask": _mask,
-    "mask": _mask,
-    "segment_ids": lambda draw, *size: (
-        draw.one(None, draw.integers(2, *size).sort(1).values),
-        Integers(none=True, fixed=(1,)),
-    ),
+    **dict.fromkeys(("attention_mask", "mask"), _mask),
+    "segment_ids": _segments,
     "state": lambda draw, *size: (None, STATE),
     **dict.fromkeys(("past_key_values", "pairs", "cache"), lambda draw, *size: NOTHING),
 }
@@ -259,8 +259,7 @@ def persistent_forward(draw: Draw) -> Call:
 @public("nn.FunctionalGradient.forward")
 def gradient_forward(draw: Draw) -> Call:
     call = forward(draw, nn.FunctionalGradient(8, 6, 2, variant=draw.one(*VARIANTS)).double(), 8)
-    covariates = call.given["covariates"]
-    batch, rows, _ = covariates.shape
+    batch, rows, _ = call.given["covariates"].shape
     call.given["values"] = draw.normal(batch, rows - 1, 6)
     call.kinds |= dict.fromkeys(("covariates", "values"), Floats(fixed=(0, 2) if batch > 1 else (2,)))
     return call

@@ -95,12 +95,10 @@ def _asked(draw: Draw, memory: AssociativeMemory, keys: Tensor) -> dict[str, Any
     """What `read` and `energy` share."""
     queries = draw.normal(*keys.shape[:2], draw.whole(1, 4), keys.shape[3])
     rows = tuple(queries.shape[:3])
+    scale = draw.one(None, 0.8, draw.uniform(0.5, 1.0, *rows))
     return {
         "queries": (queries, Floats(fixed=(0, 1, 3) if len(keys) > 1 else (1, 3), short=True)),
-        "scale": (
-            draw.one(None, 0.8, draw.uniform(0.5, 1.0, *rows)),
-            Real(low=0.0, strict=True, none=True, rows=(rows,)),
-        ),
+        "scale": (scale, Real(low=0.0, strict=True, none=True, rows=(rows,))),
         "params": (draw.one(None, {}), parameters(*memory.spec.params)),
     }
 
@@ -175,10 +173,8 @@ def forget_pairs(draw: Draw) -> Call:
         memory.write(keys, values)
         return memory.forget(**arguments)
 
-    pair = Kind(
-        also=((keys,), (keys, values, values), (keys, values[:, :, :, :1]), (keys[:, :1], 3), keys, (None, None))
-    )
-    return Call("AssociativeMemory.forget", run, {"pairs": (keys, values)}, {"pairs": pair})
+    wrong = ((keys,), (keys, values, values), (keys, values[:, :, :, :1]), (keys[:, :1], 3), keys, (None, None))
+    return Call("AssociativeMemory.forget", run, {"pairs": (keys, values)}, {"pairs": Kind(also=wrong)})
 
 
 @public("AssociativeMemory.transform")
@@ -223,8 +219,7 @@ def product_key_read(draw: Draw) -> Arguments:
 @public("slot_weights", product_key.slot_weights)
 def slot_weights(draw: Draw) -> Arguments:
     found = product_key.product_key_search(**split(_search(draw))[0])
-    spec = (draw.one(*WEIGHTS), SIGNED)
-    return arguments(found=(found, Kind()), spec=spec)
+    return arguments(found=(found, Kind()), spec=(draw.one(*WEIGHTS), SIGNED))
 
 
 @public("fast_weight_memory")
@@ -269,13 +264,10 @@ def fast_weight_memory(draw: Draw) -> Call:
 def _states(given: dict[str, Any]) -> tuple[Any, ...]:
     """States of other memories."""
     one = {n: given[n] for n in ("query", "value", "keys", "values", "chunk_size", "rule")} | {"gate": None, "top_k": 1}
-    other = regard.fast_weight_memory(
-        **{**one, "values": torch.cat([one["values"]] * 2, 1), "value": torch.cat([one["value"]] * 2, 2)}
-    )[1]
-    many = regard.fast_weight_memory(
-        **{**one, "query": one["query"].repeat(3, 1, 1, 1), "value": one["value"].repeat(3, 1, 1)}
-    )[1]
-    return other, many, regard.LinearState.empty("elu", 1, 1, 2, 2)
+    wider = {"values": torch.cat([one["values"]] * 2, 1), "value": torch.cat([one["value"]] * 2, 2)}
+    more = {"query": one["query"].repeat(3, 1, 1, 1), "value": one["value"].repeat(3, 1, 1)}
+    others = (regard.fast_weight_memory(**{**one, **changes})[1] for changes in (wider, more))
+    return *others, regard.LinearState.empty("elu", 1, 1, 2, 2)
 
 
 @public("WriteRule", regard.WriteRule)

@@ -15,13 +15,8 @@ from regard.integrations import transformers as bridge
 from .draw import Arguments, Call, Draw, alike, arguments, called, public
 from .kinds import RAISES, RATE, SIZE, Anything, Floats, Integers, Kind, Real, SpecValue, Whole
 
-TINY = {
-    "vocab_size": 11,
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 16,
-}
+TINY = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY |= {"max_position_embeddings": 16}
 PER_LAYER = Kind(also=(["softmax", 3], ["softmax"] * 3, "softmx"))
 TOKEN = Whole(none=True, low=0, high=10)
 WORD = Kind(also=("x",))
@@ -52,7 +47,7 @@ def _base(draw: Draw, **own: Any) -> dict[str, Any]:
 
 @public("HybridConfig", models.HybridConfig)
 def hybrid(draw: Draw) -> Arguments:
-    given = _base(
+    return _base(
         draw,
         num_key_value_heads=(None, Kind(none=True, fine=(1, 2), also=(3,))),
         head_dim=(4, Whole(none=True, low=2, even=True, most=10**6)),
@@ -74,13 +69,12 @@ def hybrid(draw: Draw) -> Arguments:
         training_window_seed=(0, Whole()),
         **alike(SIZE, hidden_size=8, num_attention_heads=2),
     )
-    return arguments(**given)
 
 
 @public("MemoryMosaicConfig", models.MemoryMosaicConfig)
 def mosaic(draw: Draw) -> Arguments:
     nothing = lambda v: isinstance(v, (tuple, list)) and not v  # noqa: E731
-    given = _base(
+    return _base(
         draw,
         persistent=("softmax", Kind(also=("softmx", ["softmax"], "linear"))),
         persistent_slots=(3, WIDTH),
@@ -97,13 +91,12 @@ def mosaic(draw: Draw) -> Arguments:
             initializer="fan-in",
         ),
     )
-    return arguments(**given)
 
 
 @public("ICLMConfig", models.ICLMConfig)
 def iclm(draw: Draw) -> Arguments:
     words = {"variant": "full", "start": "param", "f_reads": "post", "phi_mlp": "gelu", "f_mlp": "inline"}
-    given = _base(
+    return _base(
         draw,
         hidden_size=(8, Kind(fine=(4, 8), also=(7, -2))),
         mixers=(draw.one("softmax", "biweight"), PER_LAYER),
@@ -116,7 +109,6 @@ def iclm(draw: Draw) -> Arguments:
         **alike(WORD, f_feed_forward="gelu", expectation="none"),
         **alike(WIDTH, intermediate_size=6, f_intermediate_size=6),
     )
-    return arguments(**given)
 
 
 @cache
@@ -153,8 +145,7 @@ def cone(draw: Draw) -> Arguments:
 @public("CrossDocumentRecall", tasks.CrossDocumentRecall)
 def recall(draw: Draw) -> Arguments:
     numbers = {"values": (8, FAR), "pairs": (4, Whole(low=1, high=8)), "documents": (2, FAR), "reads": (2, FAR)}
-    keys = (8, Whole(low=4, high=2**40))
-    return arguments(keys=keys, **numbers)
+    return arguments(keys=(8, Whole(low=4, high=2**40)), **numbers)
 
 
 @public("NeedleInHaystack", tasks.NeedleInHaystack)
@@ -178,14 +169,10 @@ def needle(draw: Draw) -> Arguments:
 
 @public("tasks.example")
 def example(draw: Draw) -> Call:
-    name = draw.one("NeedleInHaystack", "CrossDocumentRecall", "ConeRegression")
-    task = {
-        "NeedleInHaystack": lambda: tasks.NeedleInHaystack(["a", "b"], 64, 2),
-        "CrossDocumentRecall": lambda: tasks.CrossDocumentRecall(8, 8, 4),
-        "ConeRegression": lambda: tasks.ConeRegression(4, 16, 4),
-    }[name]()
+    needle, recall = tasks.NeedleInHaystack(["a", "b"], 64, 2), tasks.CrossDocumentRecall(8, 8, 4)
+    task = draw.one(needle, recall, tasks.ConeRegression(4, 16, 4))
     seed, index = (1, Whole(low=-(2**63), high=2**64)), (2, Whole(low=0, high=2**63))
-    return called(f"{name}.example", task.example, seed=seed, index=index)
+    return called(f"{type(task).__name__}.example", task.example, seed=seed, index=index)
 
 
 def _pattern(draw: Draw) -> Tensor:
@@ -232,8 +219,7 @@ def repeated(draw: Draw) -> Arguments:
 @public("copying_eigenvalues", mechanisms.copying_eigenvalues)
 def eigenvalues(draw: Draw) -> Arguments:
     projections = (draw.normal(2, 3, 3), Floats(fixed=(1, 2), dtype=False))
-    embedding = (draw.normal(5, 3), Floats(fixed=(1,), dtype=False))
-    return arguments(projections=projections, embedding=embedding)
+    return arguments(projections=projections, embedding=(draw.normal(5, 3), Floats(fixed=(1,), dtype=False)))
 
 
 @public("histogram")
@@ -247,16 +233,14 @@ def histogram(draw: Draw) -> Call:
 @public("token_surprisal", gates.token_surprisal)
 def surprisal(draw: Draw) -> Arguments:
     tokens, learned = ((draw.integers(5, size), Integers(fixed=())) for size in (6, 9))
-    vocabulary = (5, Whole(low=5, most=10**6))
-    return arguments(tokens=tokens, learned=learned, vocabulary=vocabulary)
+    return arguments(tokens=tokens, learned=learned, vocabulary=(5, Whole(low=5, most=10**6)))
 
 
 @public("word_surprisal", gates.word_surprisal)
 def words(draw: Draw) -> Arguments:
     texts = lambda v: isinstance(v, (list, tuple)) and all(isinstance(x, str) for x in v)  # noqa: E731
     counts = (gates.word_counts("a word or two"), Kind(test=lambda v: isinstance(v, dict) and len(v) < 2))
-    labels = (["a ", "word"], Kind(test=texts, also=([3],)))
-    return arguments(labels=labels, counts=counts)
+    return arguments(labels=(["a ", "word"], Kind(test=texts, also=([3],))), counts=counts)
 
 
 @public("rank_correlation", gates.rank_correlation)
@@ -296,17 +280,13 @@ def hooked(draw: Draw) -> Arguments:
 
 
 public("named_hook_points", inspect.named_hook_points)(lambda draw: arguments(model=(_model(), Kind())))
-IDS = (
-    *(torch.tensor(wrong) for wrong in ([[11]], [[-1]], [[0.5]], [True])),
-    torch.zeros(1, 1, 1, dtype=torch.long),
-)
+IDS = (*(torch.tensor(wrong) for wrong in ([[11]], [[-1]], [[0.5]], [True])), torch.zeros(1, 1, 1, dtype=torch.long))
 
 
-def _ran(draw: Draw) -> dict[str, Any]:
-    """What `run_with_cache` and `run_with_hooks` share."""
-    return arguments(
-        model=(_model(), Kind()), input_ids=(draw.integers(11, 1, 4), Kind(also=IDS)), hooks=((), _hooks())
-    )
+@public("run_with_hooks", inspect.run_with_hooks)
+def with_hooks(draw: Draw) -> Arguments:
+    ids = (draw.integers(11, 1, 4), Kind(also=IDS))
+    return arguments(model=(_model(), Kind()), input_ids=ids, hooks=((), _hooks()))
 
 
 @public("run_with_cache", inspect.run_with_cache)
@@ -314,22 +294,15 @@ def with_cache(draw: Draw) -> Arguments:
     first = next(iter(inspect.named_hook_points(_model())))
     fine = lambda v: v is len or (isinstance(v, (list, tuple)) and not v)  # noqa: E731
     names = (draw.one(first, [first], None), Kind(none=True, also=("x", [3], ["x"]), test=fine, skip=RAISES))
-    return arguments(**_ran(draw), names=names)
-
-
-@public("run_with_hooks", inspect.run_with_hooks)
-def with_hooks(draw: Draw) -> Arguments:
-    return arguments(**_ran(draw))
+    ids = (draw.integers(11, 1, 4), Kind(also=IDS))
+    return arguments(model=(_model(), Kind()), input_ids=ids, hooks=((), _hooks()), names=names)
 
 
 @public("attention_maps", measures.attention_maps)
 def maps(draw: Draw) -> Arguments:
     ids = (torch.tensor([0, 1, 11]), torch.tensor([0.5, 1, 1]), torch.zeros(3, 1, dtype=torch.long))
-    return arguments(
-        model=(_model(), Kind()),
-        input_ids=(draw.integers(11, 3), Kind(also=ids)),
-        labels=(["a", "b", "c"], Kind(also=(["a"], [1, 2, 3], "ab"))),
-    )
+    labels = (["a", "b", "c"], Kind(also=(["a"], [1, 2, 3], "ab")))
+    return arguments(model=(_model(), Kind()), input_ids=(draw.integers(11, 3), Kind(also=ids)), labels=labels)
 
 
 public("register", bridge.register)(lambda draw: arguments(sharp=("biweight*anchored(margin=0.5)", SpecValue())))

@@ -89,9 +89,8 @@ def sparsemax(draw: Draw) -> Call:
 def relumax(draw: Draw) -> Call:
     found = _scores(draw)
     found["margin"] = margin, _ = _number(draw, found, 0.3, 2.0, low=0.0, strict=True)
-    return _score_call(
-        "relumax", oracle.Choices("polynomial", "anchored", margin=_plain(margin, 1.0)), found, margin="margin"
-    )
+    s = oracle.Choices("polynomial", "anchored", margin=_plain(margin, 1.0))
+    return _score_call("relumax", s, found, margin="margin")
 
 
 @public("normrelu")

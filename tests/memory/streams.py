@@ -1,8 +1,5 @@
-"""The three memories that are written in chunks, small and called in one way.
-
-`slots` is `fast_weight_memory`, `network` is `fast_weight_mlp`, `heads` is `large_chunk_ttt`. `KIND+shared` is one
-memory for all rows of the batch.
-"""
+"""The three memories that are written in chunks, small and called in one way: `slots` is `fast_weight_memory`,
+`network` is `fast_weight_mlp`, `heads` is `large_chunk_ttt`, and `KIND+shared` one memory for all rows of the batch."""
 
 from typing import Any
 
@@ -96,10 +93,3 @@ def flush(kind: str, state: Any) -> Any:
 def written(state: Any) -> list[Tensor]:
     """Return what a state has written, [M, ...]."""
     return [state.keys, state.values.dense()] if hasattr(state, "keys") else list(state.memory.values())
-
-
-def near(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
-    """Compare tensors, or lists of them."""
-    pairs = zip(found, expected, strict=True) if isinstance(found, list) else [(found, expected)]
-    for a, b in pairs:
-        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)

@@ -170,8 +170,7 @@ def test_gradients_under_other_weights(spec: str, key_update: str) -> None:
 
 
 def test_second_derivatives_of_the_reference() -> None:
-    given = leaves(3, tokens=7)
-    assert gradgradcheck(lambda *x: read_of(list(x), impl="reference")[0], given)
+    assert gradgradcheck(lambda *x: read_of(list(x), impl="reference")[0], leaves(3, tokens=7))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from dense_fast_weights import close
 from mistakes import refuses
-from streams import CHUNK, call, draw, first, near, rows, spoil, written
+from streams import CHUNK, call, draw, first, rows, spoil, written
 from torch import Tensor
 
 import regard
@@ -34,7 +35,7 @@ def test_long_float32_streams_agree_to_1e5(impl: str) -> None:
         outs.append(torch.cat(out, 1))
         states.append(written(state))
     for out, state in zip(outs[1:], states[1:], strict=True):
-        near([out, *state], [outs[0], *states[0]], 1e-5)
+        close([out, *state], [outs[0], *states[0]], 1e-5)
     assert (states[0][1][0] - values).abs().max() > 1
 
 
@@ -45,7 +46,7 @@ def test_large_chunks_are_read_in_blocks(key_update: str, monkeypatch: pytest.Mo
     monkeypatch.setattr("regard.memory.fast_weights.BLOCK", 6)
     monkeypatch.setattr("regard.memory.fast_weight_rules.BLOCK", 4)
     blocks, after = call("slots", given, chunk_size=20, rule=rule)
-    near([blocks, *written(after)], [whole, *written(state)], 1e-12)
+    close([blocks, *written(after)], [whole, *written(state)], 1e-12)
 
 
 def test_no_position_at_all() -> None:
@@ -70,7 +71,7 @@ class Notes:
 
     def on_read(self, slots: Tensor, weights: Tensor, position: Tensor, valid: Tensor, row: Tensor) -> None:
         assert not weights.requires_grad
-        near(weights.sum(-1)[valid], torch.ones_like(weights.sum(-1)[valid]), 1e-6)
+        close(weights.sum(-1)[valid], torch.ones_like(weights.sum(-1)[valid]), 1e-6)
         self.reads += list(zip(row[valid].tolist(), position[valid].tolist(), strict=True))
 
     def on_write(
@@ -165,7 +166,7 @@ def test_waiting_tokens_are_copied_seldom() -> None:
     for t in range(44):
         _, state = call("slots", rows(given, slice(0, 2), slice(t, t + 1)), state=state, chunk_size=1000)
     assert [piece["slots"].shape[1] for piece in state.waiting.pieces] == [32, 8, 4]
-    near(state.waiting.tokens()["value"], given["value"], 0)
+    close(state.waiting.tokens()["value"], given["value"], 0)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ def draw(
     """Queries [2, 5, heads, 2 half] and sub-keys [(2,) heads, 2, n, half]."""
     make = torch.Generator().manual_seed(seed)
     query = torch.randn(2, 5, heads, 2 * half, generator=make, dtype=dtype)
-    keys = torch.randn(*((2,) if own else ()), heads, 2, n, half, generator=make, dtype=dtype)
-    return query, keys
+    return query, torch.randn(*((2,) if own else ()), heads, 2, n, half, generator=make, dtype=dtype)
 
 
 def dense(query: Tensor, keys: Tensor, k: int, score: str = "idw") -> tuple[Tensor, Tensor, Tensor, Tensor]:

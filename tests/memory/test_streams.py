@@ -1,9 +1,6 @@
 """What a memory that is written in chunks gives depends on the stream alone, not on calls; its states, and where its
-gradients are cut.
-
-Padding, documents, frozen reads and changes of the chunk are in `test_random_lives.py`. Layers with these memories are
-tested in `tests/contracts`, and models with them in `tests/models`.
-"""
+gradients are cut. Padding, documents, frozen reads and changes of the chunk are in `test_random_lives.py`, layers with
+these memories in `tests/contracts`, and models with them in `tests/models`."""
 
 import sys
 from functools import partial
@@ -12,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dense_fast_weights import close
 from mistakes import refuses
-from streams import CHUNK, KINDS, SHARED, Fields, call, draw, first, flush, near, pieces, rows, spoil, written
+from streams import CHUNK, KINDS, SHARED, Fields, call, draw, first, flush, pieces, rows, spoil, written
 from torch import Tensor
 from torch.autograd import grad
 
@@ -37,11 +35,10 @@ def test_calls_without_a_real_token(kind: str, frozen: bool) -> None:
     nothing = spoil(draw(kind, 2, 3), torch.ones(2, 3, dtype=torch.bool))
     for begun in ({}, {"state": state}):
         leaves, firsts = {n: x.clone().requires_grad_() for n, x in nothing.items()}, first(kind)
-        mask = torch.zeros(2, 3, dtype=torch.bool)
-        out, after = call(kind, leaves, firsts, mask=mask, frozen=frozen, **begun)
+        out, after = call(kind, leaves, firsts, mask=torch.zeros(2, 3, dtype=torch.bool), frozen=frozen, **begun)
         assert not out.any()
         assert not out.requires_grad or not any(x.any() for x in grad(out.sum(), [*leaves.values(), *firsts], **SOME))
-    near(call(kind, draw(kind, 2, 6, 1), state=after)[0], expected, 0)
+    close(call(kind, draw(kind, 2, 6, 1), state=after)[0], expected, 0)
 
 
 @everywhere
@@ -53,12 +50,12 @@ def test_a_chunk_without_a_finite_token_changes_nothing(kind: str) -> None:
     _, state = call(kind, spoil(given, second_chunk))
     _, before = call(kind, rows(given, slice(0, 2), slice(0, CHUNK)))
     assert state.writes == tuple(n + 2 for n in before.writes)
-    near(written(state), written(flush(kind, before)), 0)
+    close(written(state), written(flush(kind, before)), 0)
     if kind in KINDS:  # not finite in row 0 alone: row 1 is written as usual
         _, state = call(kind, spoil(given, second_chunk & torch.tensor([[True], [False]])))
         _, whole = call(kind, given)
-        near([x[1] for x in written(state)], [x[1] for x in written(whole)])
-        near([x[0] for x in written(state)], [x[0] for x in written(flush(kind, before))])
+        close([x[1] for x in written(state)], [x[1] for x in written(whole)])
+        close([x[0] for x in written(state)], [x[0] for x in written(flush(kind, before))])
 
 
 @everywhere
@@ -66,13 +63,13 @@ def test_a_state_is_not_changed_and_goes_through_files(kind: str) -> None:
     _, state = call(kind, draw(kind, 2, 13))
     held = {name: x.clone() for name, x in state.to_tensors().items()}
     found = [call(kind, draw(kind, 2, 20, seed), state=state)[0] for seed in (1, 2, 1)]
-    near(found[2], found[0], 0)
+    close(found[2], found[0], 0)
     tensors = state.to_tensors()
     assert all(torch.equal(x, held[name]) and x.is_contiguous() for name, x in tensors.items())
     back = type(state).from_tensors(tensors)
     assert (back.waits, back.writes, back.shared, back.tokens) == (state.waits, state.writes, kind in SHARED, 13)
     for other in (back, state.clone()):
-        near(call(kind, draw(kind, 2, 20, 2), state=other)[0], found[1], 0)
+        close(call(kind, draw(kind, 2, 20, 2), state=other)[0], found[1], 0)
 
 
 @pytest.mark.parametrize("kind", SHARED)
@@ -136,12 +133,12 @@ def test_cuts_leave_the_numbers_and_are_made_row_by_row(kind: str, meta_grad: bo
     mask[1, :2] = mask[1, 9] = False
     both, after = pieces(kind, given, [7, 16], firsts, mask=mask, meta_grad=meta_grad)
     whole, state = call(kind, given, mask=mask)
-    near([both, *written(after)], [whole, *written(state)])
+    close([both, *written(after)], [whole, *written(state)])
     assert (after.waits, after.writes, after.tokens) == (state.waits, state.writes, T)
     for row in range(2):
         alone, _ = call(kind, rows(given, row, mask[row]), firsts, meta_grad=meta_grad)
         expected = grad(loss_of(alone), leaves, **SOME)
-        near(list(grad(loss_of(both[row]), leaves, retain_graph=True, **SOME)), list(expected))
+        close(list(grad(loss_of(both[row]), leaves, retain_graph=True, **SOME)), list(expected))
 
 
 @every
@@ -161,14 +158,14 @@ def test_what_begins_after_a_cut_teaches_the_first_values_given_now(
     out, _ = call(kind, given, firsts, state=state, segment_ids=ids, meta_grad=meta_grad)
     found = grad(sum(loss_of(out[b, t:]) for b, t in begun), firsts, retain_graph=True)
     alone = [call(kind, rows(given, b, slice(t, 17)), firsts, meta_grad=meta_grad)[0] for b, t in begun]
-    near([out[b, t:] for b, t in begun], [x[0] for x in alone])
+    close([out[b, t:] for b, t in begun], [x[0] for x in alone])
     expected = grad(sum(loss_of(x) for x in alone), firsts)
-    near(list(found), list(expected), 1e-8)
+    close(list(found), list(expected), 1e-8)
     assert all(x.abs().max() > 1e-3 for x in expected)
     if not reset:
         went_on = sum(loss_of(out[b, :t]) for b, t in begun)
         assert not went_on.requires_grad or not any(x.any() for x in grad(went_on, [*firsts, *old], **SOME))
-        near(out[:, :3], call(kind, rows(given, slice(0, 2), slice(0, 3)), old, state=state)[0])
+        close(out[:, :3], call(kind, rows(given, slice(0, 2), slice(0, 3)), old, state=state)[0])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind == "slots-dense" or "slots" not in kind])
@@ -181,7 +178,7 @@ def test_second_derivatives_beside_a_row_that_is_not_written(kind: str) -> None:
         return list(grad(sum(x.square().sum() for x in slopes if x.requires_grad), leaves, **SOME))
 
     alone = [call(kind, rows(given, b, mask[b]), firsts)[0] for b in (0, 1)]
-    near(twice(loss_of(call(kind, given, firsts, mask=mask)[0])), twice(loss_of(alone[0]) + loss_of(alone[1])), 1e-7)
+    close(twice(loss_of(call(kind, given, firsts, mask=mask)[0])), twice(loss_of(alone[0]) + loss_of(alone[1])), 1e-7)
 
 
 @every
@@ -196,7 +193,7 @@ def test_vmap(kind: str) -> None:
     values, ids = torch.stack([given["value"], given["value"] / 2]), masks[0].long()
     for how in ({}, {"mask": masks[0]}, {"segment_ids": ids}, {"mask": masks[1], "segment_ids": ids}):
         run = partial(read, **how)
-        near(torch.func.vmap(run)(values), torch.stack([run(value) for value in values]))
+        close(torch.func.vmap(run)(values), torch.stack([run(value) for value in values]))
     for name, mapped in (("mask", masks), ("segment_ids", masks.long())):
         one = lambda value, x: read(value, **{name: x})  # noqa: B023, E731
         refuses(f"vmap runs over {name}", torch.func.vmap(one), values, mapped)

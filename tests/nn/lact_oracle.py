@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 from dense_fast_weights import numbers
+from nn import layers_by_hand as by
 from torch import Tensor
 from torch.autograd import grad
 
@@ -131,12 +132,7 @@ def layer_by_hand(made: LargeChunkTTT, hidden: Tensor, places: tuple[Tensor, Ten
 
     def turned(x: Tensor) -> Tensor:  # [B, T, C] by attention heads
         x = x.unflatten(-1, (H, -1))
-        if places is None:
-            return x
-        cos, sin = (part[:, :, None] for part in places)
-        half = x.shape[-1] // 2
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        return x if places is None else by.turn(x, torch.atan2(places[1], places[0])[:, :, None])
 
     def linear(name: str) -> Tensor:
         out = hidden @ p[f"{name}.weight"].T
@@ -147,10 +143,7 @@ def layer_by_hand(made: LargeChunkTTT, hidden: Tensor, places: tuple[Tensor, Ten
 
     q, k, v = linear("q_proj"), linear("k_proj"), linear("v_proj")
     if "q_norm.weight" in p:
-        q, k = (
-            x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * p[f"{n}_norm.weight"]
-            for n, x in (("q", q), ("k", k))
-        )
+        q, k = (by.normalised(x, "rms", p[f"{n}_norm.weight"]) for n, x in (("q", q), ("k", k)))
     scores = torch.einsum("bthd,bshd->bhts", turned(q), turned(k)) / math.sqrt(C // H)
     ahead = torch.arange(length)[:, None] - torch.arange(length)
     scores = scores.masked_fill((ahead < 0) | (ahead >= made.window), -math.inf)
@@ -164,6 +157,5 @@ def layer_by_hand(made: LargeChunkTTT, hidden: Tensor, places: tuple[Tensor, Ten
     share = linear("momentum_proj").sigmoid() if "momentum_proj.weight" in p else torch.zeros(rows, length, HF)
     given = {"query": fast[0], "key": fast[1], "value": silu(v).unflatten(-1, (HF, D)), "rates": rates, "share": share}
     read, _ = expected_reads(given, (p["gate"], p["up"], p["down"]), made.settings.optimizer, made.chunk_size)
-    read = read / (read.square().mean(-1, keepdim=True) + 1e-6).sqrt() * p["read_norm.weight"]
-    read = read * silu(linear("read_proj"))[..., None]
+    read = by.normalised(read, "rms", p["read_norm.weight"]) * silu(linear("read_proj"))[..., None]
     return (attended + read.flatten(2)) @ p["o_proj.weight"].T

@@ -1,6 +1,5 @@
-"""regard.nn.Attention and rotary positions, against the dense formulas of `layers_by_hand`.
-
-Caches, padding and packed documents are tested in `tests/models`, and wrong arguments in `tests/fuzz`."""
+"""regard.nn.Attention and rotary positions, against the dense formulas of `layers_by_hand`. Caches, padding and packed
+documents are tested in `tests/models`, and wrong arguments in `tests/fuzz`."""
 
 import itertools
 import math
@@ -132,8 +131,7 @@ def test_rotate_keeps_lengths_and_dtype():
 def test_a_mask_per_query(x):
     mask = torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(2)) > 0.3
     out, _ = layer()(x, attention_mask=mask)
-    expected = by_hand(layer(), x, visible(T) & mask)
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(out, by_hand(layer(), x, visible(T) & mask), atol=1e-5, rtol=0)
 
 
 def test_weights_on_request(x):

@@ -1,5 +1,4 @@
-"""The layer FwMLP: its projections, sizes, dtypes and errors. Its function is tested in `tests/memory`, and what every
-memory layer keeps in `tests/contracts`."""
+"""The layer FwMLP: projections, sizes, dtypes, errors. `tests/memory` and `tests/contracts` have the rest."""
 
 import pytest
 import torch

@@ -153,8 +153,7 @@ def test_the_program_of_the_authors(file: str, name: str, impl: str) -> None:
     how = {"rule": rule, "top_k": 4, "chunk_size": 16, "shared": True, "score": score, "impl": impl}
     out, state = regard.fast_weight_memory(*leaves, **how)
     assert (out - numbers["output"]).abs().max() < 1e-5
-    found = torch.autograd.grad((out * numbers["probe"]).sum(), leaves)
-    for key, gradient in zip(names, found, strict=True):
+    for key, gradient in zip(names, torch.autograd.grad((out * numbers["probe"]).sum(), leaves), strict=True):
         expected = numbers[f"grad_{key}"]
         assert (gradient - expected).abs().max() < 1e-4 * expected.abs().max(), key
     state = flush(state.detach(), rule=rule, score=score)

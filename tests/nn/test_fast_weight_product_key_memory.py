@@ -1,6 +1,5 @@
 """The fast-weight product-key memory layer: its definition (fwpkm_layers.py), settings, precision, resident memories.
-
-What every memory layer keeps is tested in `tests/contracts`, and what a write does in `tests/memory`."""
+What every layer keeps is tested in `tests/contracts`, and what a write does in `tests/memory`."""
 
 import copy
 import math
@@ -113,8 +112,7 @@ def test_activations_made_again(reentrant):
             out.square().sum().backward()
         grads.append([own.grad, *(p.grad for p in each.parameters())])
     close(*grads, 1e-12)
-    for name, tensor in plain.state_dict().items():
-        close(made.state_dict()[name], tensor, 1e-12)
+    close(made.state_dict(), plain.state_dict(), 1e-12)
 
 
 def test_groups_and_options_make_the_same_layer():
@@ -207,8 +205,7 @@ def test_reading_a_written_memory_compiles_in_one_graph():
     made, x = layer(dtype=torch.float32), tokens(dtype=torch.float32)
     with torch.no_grad():
         _, state = made(x)
-        compiled = whole_graph(made)
-        out, after = compiled(x, state=state)
+        out, after = whole_graph(made)(x, state=state)
         close(out, made(x, state=state)[0], 1e-6)
     assert (out - made(x)[0]).abs().max() > 1e-2
     assert torch.equal(after.values.dense(), state.values.dense())
@@ -230,8 +227,7 @@ def test_compiled_writes_equal_eager_ones():
 
 
 def same(made, expected):
-    for name, tensor in made.state_dict().items():
-        assert torch.equal(tensor, expected[name]), name
+    torch.testing.assert_close(made.state_dict(), expected, rtol=0, atol=0)
 
 
 def test_a_resident_memory_goes_on():

@@ -1,9 +1,6 @@
-"""The f update against sums written out pair by pair in float64, and functional gradient descent in numpy.
-
-Kernels here are functions of one query and one key, as the papers write them; nothing of the package makes an expected
-value. Rotary positions, padding, caches, hooks and gradients are tested in `tests/models`, with whole models, and wrong
-arguments in `tests/fuzz`.
-"""
+"""The f update against sums written out pair by pair in float64, and functional gradient descent in numpy. Kernels here
+are functions of one query and one key, as the papers write them; nothing of the package makes an expected value. Rotary
+positions, padding, caches, hooks and gradients are tested in `tests/models`, wrong arguments in `tests/fuzz`."""
 
 import math
 from itertools import pairwise
@@ -176,10 +173,7 @@ def test_steps_are_functional_gradient_descent():
     [
         ({"heads": 3}, "covariate_size 8 is not a multiple of 3 heads"),
         ({"heads": 8, "variant": "wv"}, "value_size 12 is not a multiple of 8 heads"),
-        (
-            {"spec": "gaussian*fixed*linear(ridge=0.1,solver=learned)"},
-            "needs a probe, which the f update does not have",
-        ),
+        ({"spec": "gaussian*fixed*linear(ridge=0.1,solver=learned)"}, "a probe, which the f update does not have"),
     ],
 )
 def test_what_cannot_be_built(arguments, message):

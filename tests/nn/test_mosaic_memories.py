@@ -1,6 +1,5 @@
-"""Layers of Memory Mosaics by themselves: kernels, initial bandwidths, weights, packed documents and errors.
-
-`tests/models` compares them with their equations, and tests causality, caches and padding of models that have them."""
+"""Layers of Memory Mosaics by themselves: kernels, initial bandwidths, weights, packed documents and errors. Their
+equations, causality, caches and padding are tested in `tests/models`, in models that have them."""
 
 import math
 
@@ -32,8 +31,7 @@ def test_every_preset_trains_every_number(spec):
     """Also with the 0/1 weights of the nearest keys. Zeros give zeros."""
     layer, x = memory(spec).float(), tokens().float()
     layer(x)[0].square().sum().backward()
-    silent = {name for name, p in layer.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0}
-    assert not silent
+    assert not {name for name, p in layer.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0}
     layer.zero_grad()
     x = torch.zeros(1, 5, C, requires_grad=True)
     out, _, _ = layer(x)

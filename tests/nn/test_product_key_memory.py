@@ -139,13 +139,8 @@ def test_derivatives_of_sums_to_the_second_order() -> None:
 
 def test_sums_of_shapes_that_do_not_fit() -> None:
     values, slots = drawn(7, 4), torch.zeros(2, 3, dtype=torch.long)
-    refuses(
-        r"values \[7, 4\], slots \[2, 3\], weights \[3\], expected \[N, Dv\], \[..., K\]",
-        slot_sums,
-        values,
-        slots,
-        drawn(3),
-    )
+    words = r"values \[7, 4\], slots \[2, 3\], weights \[3\], expected \[N, Dv\], \[..., K\]"
+    refuses(words, slot_sums, values, slots, drawn(3))
     refuses("slots has dtype torch.int32, expected torch.int64", slot_sums, values, slots.int(), drawn(2, 3))
 
 
@@ -193,10 +188,8 @@ def test_sparse_gradients_are_those_of_the_rows_read() -> None:
     table = all_slots(twin, x)
     (wanted,) = torch.autograd.grad((table * up).sum(), twin.values)
     torch.testing.assert_close(layer.values.grad.to_dense(), wanted, atol=1e-10, rtol=0)
-    groups = optimizer_groups(layer)
-    torch.optim.SparseAdam(groups.sparse).step()
-    moved = (layer.values != before).any(-1).nonzero()[:, 0]
-    assert moved.tolist() == rows.tolist()
+    torch.optim.SparseAdam(optimizer_groups(layer).sparse).step()
+    assert (layer.values != before).any(-1).nonzero()[:, 0].tolist() == rows.tolist()
 
 
 class Model(nn.Module):

@@ -215,8 +215,7 @@ def test_the_usual_scale_is_for_every_spec():
 @pytest.mark.parametrize("text", [*RIDGES, "learned(start=0.9)", "learned(start=30,link=softplus)"])
 def test_every_ridge_starts_where_it_is_told(text):
     torch.manual_seed(1)
-    module = Attention(C, H, spec="local-linear", ridge=text)
-    found = module.ridge_proj(draw(B, T, C, dtype=torch.float32))
+    found = Attention(C, H, spec="local-linear", ridge=text).ridge_proj(draw(B, T, C, dtype=torch.float32))
     assert found.shape == (B, H, T, D if "dimension" in text else 1)
     start = {"learned(start=0.9)": 0.9, RIDGES[1]: 0.5}.get(text, 30.0 if "30" in text else 0.1)
     torch.testing.assert_close(found, torch.full_like(found, start), atol=0, rtol=1e-5)

@@ -26,25 +26,15 @@ ORDERS: dict[str, dict[str, bool]] = {"causal": {}, "strict": {"exclude_self": T
 
 
 class Case(NamedTuple):
-    """One call.
+    """One call."""
 
-    Attributes:
-        sizes: the shapes of its inputs for T positions; None where it has no q or k.
-        run: (inputs, **how) -> (output, state).
-        define: (inputs, order, mask) -> (output, the tensors of the state), by the definition.
-        ways: the forms, chunk sizes and solvers that it has.
-        orders: those of `ORDERS` that it has.
-        loose: by how much rounding is amplified.
-        once: whether the chunked form is differentiable only once.
-    """
-
-    sizes: Callable[[int], dict[str, tuple[int, ...] | None]]
-    run: Callable[..., Any]
-    define: Callable[..., tuple[Tensor, Inputs]]
-    ways: tuple[dict[str, Any], ...] = WAYS
-    orders: tuple[str, ...] = tuple(ORDERS)
-    loose: float = 1.0
-    once: bool = False
+    sizes: Callable[[int], dict[str, tuple[int, ...] | None]]  # of its inputs for T positions; None: it has no q or k
+    run: Callable[..., Any]  # (inputs, **how) -> (output, state)
+    define: Callable[..., tuple[Tensor, Inputs]]  # (inputs, order, mask) -> (output, the tensors of the state)
+    ways: tuple[dict[str, Any], ...] = WAYS  # the forms, chunk sizes and solvers that it has
+    orders: tuple[str, ...] = tuple(ORDERS)  # those that it has
+    loose: float = 1.0  # by how much rounding is amplified
+    once: bool = False  # whether the chunked form is differentiable only once
 
     def draw(self, length: int = 9, seed: int = 0, dtype: torch.dtype = torch.float64, grad: bool = True) -> Inputs:
         """Random inputs; keys of the delta rule are no longer than 1.2."""

@@ -14,8 +14,6 @@ from torch.autograd import gradcheck
 import regard
 
 F64 = torch.float64
-
-
 TRENDS: dict[str, tuple[str, dict[str, float]]] = {
     "linear-attention": ("sum", {}),
     "linear-attention(log_decay=-0.3)": ("sum", {"g": -0.3}),
@@ -57,9 +55,7 @@ def draw(length: int = 7, heads: int = 4, seed: int = 0) -> list[Tensor]:
 def agree(out: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
     """Outputs and gradients."""
     close(out, expected, 1e-11)
-    wanted = torch.autograd.grad(expected.sin().sum(), inputs)
-    for got, grad in zip(torch.autograd.grad(out.sin().sum(), inputs), wanted, strict=True):
-        close(got, grad, 1e-10)
+    close(*(torch.autograd.grad(x.sin().sum(), inputs) for x in (out, expected)), 1e-10)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -92,8 +88,7 @@ def test_a_linear_world_is_found() -> None:
     """Where v = W k, the residuals of the best linear model vanish, and q is answered by W q; attention cannot."""
     q, k, _ = (x.detach() for x in draw(12, heads=2))
     truth = torch.randn(4, 3, dtype=F64)
-    out = regard.interpolated_attention(q, k, k @ truth, "mesa(ridge=1e-7)")
-    close(out[:, :, 6:], q[:, :, 6:] @ truth, 1e-5)
+    close(regard.interpolated_attention(q, k, k @ truth, "mesa(ridge=1e-7)")[:, :, 6:], q[:, :, 6:] @ truth, 1e-5)
 
 
 def test_a_large_ridge_is_attention() -> None:
@@ -157,8 +152,8 @@ def test_a_tiny_key_spoils_no_row(size: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trend", ["mesa", "delta", "linear-attention", "gated-delta"])
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_one_whole_graph(trend: str) -> None:
-    torch._dynamo.reset()
     run = lambda *x: regard.interpolated_attention(*x, trend)  # noqa: E731
     inputs = [x.detach().float().requires_grad_() for x in draw(heads=2)]
     results = []
@@ -197,8 +192,7 @@ def test_forward_mode() -> None:
 def test_a_row_that_sees_nan_gives_others_no_gradient_of_it() -> None:
     """The pairs before the one that is not finite get the gradients of the rows before it."""
     q, k, v = draw(heads=2)
-    whole = regard.interpolated_attention(q, k, v)
-    wanted = torch.autograd.grad(whole[:, :, :4].sin().sum(), (q, k, v))
+    wanted = torch.autograd.grad(regard.interpolated_attention(q, k, v)[:, :, :4].sin().sum(), (q, k, v))
     broken = k.detach().clone()
     broken[:, :, 4] = torch.nan
     broken.requires_grad_()
@@ -220,8 +214,7 @@ def test_packed_is_every_document_alone(trend: str, order: str) -> None:
             rows[b].append(dense(*(x[b : b + 1, :, at] for x in inputs), trend, order=order, mask=own))
         expected = torch.cat([torch.cat(row, 2) for row in rows])
         how: dict[str, Any] = {"attn_mask": mask, "segment_ids": ids, "enable_gqa": True, **ORDERS[order]}
-        out = regard.interpolated_attention(*inputs, trend, **how)
-        agree(out, expected, inputs)
+        agree(regard.interpolated_attention(*inputs, trend, **how), expected, inputs)
         if trend == "mesa":
             model = lambda q, k, v, **more: regard.mesa_attention(q, k, v, ridge=1.0, **more)[0]  # noqa: E731
             close(regard.interpolated_attention(*inputs, model, **how), expected, 1e-11)

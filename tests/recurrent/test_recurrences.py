@@ -31,11 +31,9 @@ def test_every_form_is_its_definition(name: str, order: str) -> None:
         for way in case.ways:
             out, state = case.run(x, attn_mask=mask, **way, **ORDERS[order])
             close(out, expected, 1e-12 * case.loose, way)
-            for got, want in zip(fields(state, last), last.values(), strict=True):
-                close(got, want, 1e-12, way)
+            close(fields(state, last), last.values(), 1e-12, way)
             assert (getattr(state, "squares", None) is not None) == (name.split(",")[0] in GUARDED)
-            for got, want in zip(grads(out, fields(state, last), x), wanted, strict=True):
-                close(got, want, 1e-11 * case.loose**1.5, way)
+            close(grads(out, fields(state, last), x), wanted, 1e-11 * case.loose**1.5, way)
             assert state.tokens == 9
 
 
@@ -53,8 +51,7 @@ def test_prefill_chunks_and_steps_are_one_call(name: str, order: str) -> None:
             parts.append(out)
         out = torch.cat(parts, 2)
         close(out, expected, 1e-12 * case.loose, way)
-        for got, want in zip(grads(out, fields(state, last), x), wanted, strict=True):
-            close(got, want, 1e-11 * case.loose**1.5, way)
+        close(grads(out, fields(state, last), x), wanted, 1e-11 * case.loose**1.5, way)
         assert state.tokens == 9
 
 
@@ -70,8 +67,7 @@ def test_float32_and_lengths(name: str) -> None:
             out, state = case.run({n: t.float() for n, t in x.items()}, **way)
             close(out, expected, 1e-5 * loose, way)
             assert out.dtype == fields(state)[0].dtype == torch.float32
-            for got, want in zip(fields(state, last), last.values(), strict=True):
-                close(got, want, 1e-5, way)
+            close(fields(state, last), last.values(), 1e-5, way)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -137,8 +133,7 @@ def test_hidden_content_never_matters(name: str, bad: float) -> None:
             found = dict(zip(x, grads(out, fields(state), x), strict=True))
             assert not any(found[n].transpose(1, 2)[~mask].any() for n in pairs)
             results.append((out, *fields(state), *found.values()))
-        for one, two in zip(*results, strict=True):
-            assert torch.equal(one, two)
+        assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -285,21 +280,21 @@ MASKED: dict[str, Any] = {
 }
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("call", MASKED)
 def test_a_mask_in_a_whole_graph_of_any_length(call: str) -> None:
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         out = MASKED[call](q, k, v, attn_mask=mask)
         return out if call == "interpolated" else out[0]
 
-    torch._dynamo.reset()
     compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
     for length in (16, 24, 33):
         x = (*torch.randn(3, 2, 2, length, 4, generator=torch.Generator().manual_seed(0)), key_mask(length))
         torch.testing.assert_close(compiled(*x), run(*x), rtol=1e-5, atol=1e-5)
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", FEW)
 def test_one_whole_graph(name: str) -> None:
     """Forward and backward after an earlier state; linear attention without decay at several lengths."""
@@ -310,7 +305,6 @@ def test_one_whole_graph(name: str) -> None:
         out, state = case.run(x, attn_mask=mask, state=state, chunk_size=4)
         return out, fields(state)[0]
 
-    torch._dynamo.reset()
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=len(lengths) > 1 or None)
     first = case.run(case.draw(3, 1, torch.float32, grad=False))[1]
     for length in lengths:
@@ -320,13 +314,12 @@ def test_one_whole_graph(name: str) -> None:
             out, values = fn(x, key_mask(length), first)
             results.append((out, values, *grads(out, [values], x)))
         torch.testing.assert_close(*reversed(results), rtol=1e-4, atol=1e-4)
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_step_is_compiled_once() -> None:
     """Decoding: the state goes in and out, and its size never changes."""
-    torch._dynamo.reset()
     count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     case, counts = CASES["elu"], []
     compiled = torch.compile(lambda x, state: case.run(x, state=state), backend=count, fullgraph=True)
@@ -338,30 +331,26 @@ def test_a_compiled_step_is_compiled_once() -> None:
         counts.append(count.frame_count)
     assert state.tokens == 12
     assert counts[2:] == [counts[2]] * 6  # once dynamo knows that the number of tokens changes
-    torch._dynamo.reset()
 
 
-OPERATORS = {
-    "linear": {"linear_forward", "linear_backward"},
-    "decay": {"decayed_scan"},
-    "mesa": {"decayed_scan", "mesa_solve", "mesa_attach"},
-}
+LINEAR = {"linear_forward", "linear_backward"}
+MESA = {"decayed_scan", "mesa_solve", "mesa_attach"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way", "operators"),
     [
-        ("shift-cosine, given", {}, "linear"),
-        ("linear*fixed*normalised, given", {}, "linear"),
-        ("linear, decay by token", {}, "decay"),
-        ("delta, decay by feature", {}, "decay"),
-        ("mesa, ridge by head", {}, "mesa"),
-        ("mesa, ridge by head, decay", {}, "mesa"),
-        ("mesa, ridge by head, decay", {"solver": "cg"}, "mesa"),
+        ("shift-cosine, given", {}, LINEAR),
+        ("linear*fixed*normalised, given", {}, LINEAR),
+        ("linear, decay by token", {}, {"decayed_scan"}),
+        ("delta, decay by feature", {}, {"decayed_scan"}),
+        ("mesa, ridge by head", {}, MESA),
+        ("mesa, ridge by head, decay", {}, MESA),
+        ("mesa, ridge by head, decay", {"solver": "cg"}, MESA),
     ],
 )
-def test_operators_are_what_torch_asks_for(name: str, way: dict[str, Any], operators: str) -> None:
+def test_operators_are_what_torch_asks_for(name: str, way: dict[str, Any], operators: set[str]) -> None:
     """Every operator that a forward and a backward pass calls, with and without a state and a mask."""
     case = CASES[name]
     mask = torch.ones(2, 9, dtype=torch.bool)
@@ -372,7 +361,7 @@ def test_operators_are_what_torch_asks_for(name: str, way: dict[str, Any], opera
             out, state = case.run(case.draw(dtype=torch.float32), chunk_size=4, **way, **more)
             (out.sum() + state.values.sum()).backward()
         found = {func.name().split("::")[1]: (func, args) for func, args in seen.calls}
-        assert set(found) == OPERATORS[operators]
+        assert set(found) == operators
         for operator, (func, args) in found.items():
             gradient = operator in ("decayed_scan", "linear_forward")  # the others have no derivative of every input
             fresh = [
