@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hostile import some
 
 from regard.models import language_models, token_mixers
 from regard.models.base.arguments import CACHE
@@ -86,19 +87,14 @@ OPTIONS: dict[str, tuple[str, dict]] = {
 PARTS = _parts()
 """Models with each token mixer and each memory that is registered."""
 CASES = {name: (name, {}) for name in language_models.names()} | OPTIONS | PARTS
-CASES |= {
-    f"{name}-{mixer}": (name, {"mixers": mixer})
-    for name in language_models.names()
-    for mixer in ("biweight", "relumax", "shift-cosine")
-}
+KERNELS = ("biweight", "relumax", "shift-cosine")
+CASES |= {f"{name}-{kernel}": (name, {"mixers": kernel}) for name in language_models.names() for kernel in KERNELS}
 
 
 def cases(names, second=()):
     """A parametrisation over cases; the last two kernels of each model, and `second`, are in the second tier."""
     later = {case for case in names if case in second or case.endswith(("-relumax", "-shift-cosine"))}
-    return pytest.mark.parametrize(
-        "case", [pytest.param(case, marks=pytest.mark.slow) if case in later else case for case in names]
-    )
+    return pytest.mark.parametrize("case", some(names, *(case for case in names if case not in later)))
 
 
 every_model = pytest.mark.parametrize("name", language_models.names())
@@ -196,10 +192,8 @@ def same_by_path(found, expected, bound):
     """Compare tensors by path; entries of tensors with large numbers may be off by more."""
     assert found.keys() == expected.keys()
     for path, wanted in expected.items():
-        size = float(wanted.abs().amax().clamp(min=1))
-        torch.testing.assert_close(
-            found[path], wanted, atol=size * bound, rtol=bound, msg=lambda words, path=path: f"{path}: {words}"
-        )
+        told, size = (lambda words, path=path: f"{path}: {words}"), float(wanted.abs().amax().clamp(min=1))
+        torch.testing.assert_close(found[path], wanted, atol=size * bound, rtol=bound, msg=told)
 
 
 def same_gradients(model, tokens, expected):

@@ -69,8 +69,7 @@ def test_alpha_as_a_tensor_on_both_sides_of_one() -> None:
 @pytest.mark.parametrize("alpha", [0.05, 0.5, 0.99, 0.9999, 1.0])
 @pytest.mark.parametrize("spread", [1.0, 1e4])
 def test_heavy_tails(alpha: float, spread: float) -> None:
-    """At the maximum of p . X plus the Tsallis entropy its derivative p^(alpha - 1) / (alpha - 1) is X less a constant:
-    the differences of both agree."""
+    """Differences of X are those of p^(alpha - 1) / (alpha - 1): p maximises p . X plus the Tsallis entropy."""
     x = spread * scores(3, 1000)
     p = root_finding.entmax_bisect(x, alpha)
     torch.testing.assert_close(p.sum(-1), torch.ones(3, dtype=torch.float64))
@@ -196,11 +195,8 @@ def test_large_scores_lose_no_precision() -> None:
 
 def test_thresholds() -> None:
     x = scores(4, 7, seed=2)
-    for find, power in (
-        (activations._sparsemax_threshold_and_support, 1),
-        (activations._entmax_threshold_and_support, 2),
-    ):
-        tau, size = find(x)
+    for kind, power in (("sparsemax", 1), ("entmax", 2)):
+        tau, size = getattr(activations, f"_{kind}_threshold_and_support")(x)
         p = (x - tau).relu() ** power
         torch.testing.assert_close(p.sum(-1), torch.ones(4, dtype=torch.float64))
         assert torch.equal((p > 0).sum(-1, keepdim=True), size)

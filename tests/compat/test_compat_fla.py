@@ -86,11 +86,8 @@ def apart(run: Callable[..., Any], ends: list[int], states: list[Tensor], tokens
     return [torch.cat(parts, 0 if i else 1) for i, parts in enumerate(zip(*found, strict=True))]
 
 
-NAMES = [
-    f"{form}_{kind}"
-    for form in ("chunk", "fused_recurrent")
-    for kind in ("delta_rule", "gated_delta_rule", "kda", "gla", "simple_gla", "retention", "linear_attn")
-]
+KINDS = ("delta_rule", "gated_delta_rule", "kda", "gla", "simple_gla", "retention", "linear_attn")
+NAMES = [f"{form}_{kind}" for form in ("chunk", "fused_recurrent") for kind in KINDS]
 
 
 def oracle(name: str, x: dict[str, Tensor], states: list[Tensor] | None = None, **how: Any) -> tuple[Tensor, Tensor]:
@@ -142,8 +139,7 @@ def test_states_with_values_first(name: str) -> None:
     x, start = draw(), state(B)
     out, end = call(name, x, initial_state=start.mT, output_final_state=True, state_v_first=True)
     expected, after = oracle(name, x, [start])
-    torch.testing.assert_close(out, expected, **EXACT)
-    torch.testing.assert_close(end, after.mT, **EXACT)
+    torch.testing.assert_close((out, end), (expected, after.mT), **EXACT)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n.endswith(("gated_delta_rule", "kda"))])
@@ -189,9 +185,8 @@ def test_normalised_linear_attention(name: str, packed: bool) -> None:
     x = {n: t.abs() for n, t in draw(batch=1).items()}
     start = (state(3 if packed else 1).abs(), state(3 if packed else 1, 1, H, K).abs())
     how: dict[str, Any] = {"normalize": True, "output_final_state": True, "initial_state": start}
-    out, (kv, z) = getattr(fla, name)(
-        x["q"], x["k"], x["v"], **how, **({"cu_seqlens": torch.tensor(ENDS)} if packed else {})
-    )
+    how |= {"cu_seqlens": torch.tensor(ENDS)} if packed else {}
+    out, (kv, z) = getattr(fla, name)(x["q"], x["k"], x["v"], **how)
 
     def run(states: list[Tensor], q: Tensor, k: Tensor, v: Tensor, **_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not q.shape[1]:
@@ -264,8 +259,7 @@ def test_what_is_not_finite_stays_in_the_state() -> None:
 
 
 def message(name: str, **how: Any) -> str:
-    x = draw(batch=how.pop("batch", B))
-    return refuses(f"^{name}: ", call, name, {**x, **how.pop("x", {})}, **how)
+    return refuses(f"^{name}: ", call, name, {**draw(batch=how.pop("batch", B)), **how.pop("x", {})}, **how)
 
 
 def test_mistakes() -> None:

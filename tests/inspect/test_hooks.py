@@ -1,7 +1,5 @@
-"""Hooks on a small model of our own, whose numbers can be worked out by hand, and `capture`.
-
-`tests/models/test_hooks_everywhere.py` tests every hook point of every registered model.
-"""
+"""Hooks on a small model of our own, whose numbers can be worked out by hand, and `capture`. Every hook point of every
+registered model is tested in `tests/models/test_hooks_everywhere.py`."""
 
 import pickle
 from types import SimpleNamespace
@@ -12,7 +10,6 @@ from any_model import make, text
 from mistakes import refuses
 from torch import nn
 
-from regard.checks import ArgumentError
 from regard.inspect import capture
 from regard.inspect.hooks import hooked, named_hook_points, run_with_cache, run_with_hooks
 from regard.inspect.mechanisms import patterns
@@ -124,8 +121,7 @@ def test_a_cache_moves_pickles_and_names_the_nearest(model, ids):
     half = cache.to(torch.float32)
     assert (half["last.hook_out"].dtype, cache["last.hook_out"].dtype) == (torch.float32, torch.float64)
     assert type(pickle.loads(pickle.dumps(half))) is type(cache)
-    with pytest.raises(ArgumentError, match=r"there is no activation 'last.hook'. Did you mean 'last.hook_out'"):
-        cache["last.hook"]
+    refuses("there is no activation 'last.hook'. Did you mean 'last.hook_out'", cache.__getitem__, "last.hook")
     assert "last.hook" not in cache
 
 

@@ -75,8 +75,7 @@ def test_copying_is_the_weight_on_the_wanted_token(stream):
     text = torch.tensor([[0, 1, 0, 2]])
     roles = mechanisms.ROLES[stream]
     columns = 4 + (stream == "phi")
-    generator = torch.Generator().manual_seed(0)
-    pattern = torch.rand(1, 2, columns, columns, generator=generator).tril()
+    pattern = torch.rand(1, 2, columns, columns, generator=torch.Generator().manual_seed(0)).tril()
     pattern = pattern / pattern.sum(-1, keepdim=True)
     found = mechanisms.copying(pattern, roles, text, roles.rows(text, columns))
     row, column = 2 - roles.predicts, 0 - roles.holds  # where x_2 is predicted, where x_0 is held
@@ -275,8 +274,7 @@ def test_projections_are_what_a_head_adds(variant):
     for head in range(2):
         pattern = torch.zeros(1, 2, 3, 3)
         pattern[0, head, 2, 1] = 1.0
-        handle = layer.hook_pattern.register_forward_hook(lambda *args, pattern=pattern: pattern)
-        update, _ = layer(covariates, values)
-        handle.remove()
+        with layer.hook_pattern.register_forward_hook(lambda *args, pattern=pattern: pattern):
+            update, _ = layer(covariates, values)
         expected = projections[head].detach() @ values[0, 1]
         assert torch.allclose(update[0, 3].detach(), expected, atol=1e-5)

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 import regard
-from regard.checks import ArgumentError
 from regard.integrations.transformers import attend, convert, register, visible_keys
 
 register()
@@ -61,8 +60,7 @@ def test_sentences_and_names_of_your_own() -> None:
     for given in ("biweight*anchored(margin=0.5)", regard.Spec.parse("biweight*anchored(margin=0.5)"), "regard_sharp"):
         convert(model, given)
         assert torch.equal(model(tokens()).logits, by_name)
-    wide = tiny("llama", names[-4])(tokens()).logits
-    assert (wide - by_name).abs().max() > 1e-3
+    assert (tiny("llama", names[-4])(tokens()).logits - by_name).abs().max() > 1e-3
 
 
 def test_a_preset_of_another_package_has_a_name_at_once() -> None:
@@ -109,8 +107,7 @@ def test_models_with_attention_of_their_own_are_not_converted(model: Any) -> Non
     before = made.config._attn_implementation
     refuses("computes attention by itself", convert, made, "biweight")
     assert made.config._attn_implementation == before
-    with pytest.raises(ArgumentError, match="model is a Linear"):
-        convert(torch.nn.Linear(2, 2), "biweight")  # type: ignore[type-var]
+    refuses("model is a Linear", convert, torch.nn.Linear(2, 2), "biweight")
 
 
 def as_pairs(mask: Tensor | None, causal: bool, batch: int, queries: int, keys: int) -> Tensor:
@@ -210,10 +207,8 @@ def test_causal_order_stands_at_the_end_of_the_keys() -> None:
 def test_a_window_where_there_is_no_mask(queries: int) -> None:
     q, k, v = inputs(queries)
     at = torch.arange(queries)[:, None] + 7 - queries
-    for module, seen in (
-        (CAUSAL, (torch.arange(7) <= at) & (torch.arange(7) > at - 3)),
-        (BOTH, (torch.arange(7) - at).abs() < 3),
-    ):
+    keys = torch.arange(7)
+    for module, seen in ((CAUSAL, (keys <= at) & (keys > at - 3)), (BOTH, (keys - at).abs() < 3)):
         want, _ = by_hand(q, k, v, seen, 8**-0.5)
         assert (attend(SOFTMAX, module, q, k, v, None, sliding_window=3)[0] - want).abs().max() < 1e-12
 
@@ -246,9 +241,7 @@ def test_kernels_with_a_scale_of_their_own_ignore_that_of_the_model() -> None:
     q, k, v = inputs()
     for preset in ("geometric", "relu", "shift-cosine", "clipped-geometric"):
         spec = regard.Spec.parse(preset)
-        assert torch.equal(
-            attend(spec, CAUSAL, q, k, v, None, scaling=0.1)[0], attend(spec, CAUSAL, q, k, v, None, scaling=9.0)[0]
-        )
+        assert torch.equal(*(attend(spec, CAUSAL, q, k, v, None, scaling=scale)[0] for scale in (0.1, 9.0)))
     one, two = (attend(SOFTMAX, CAUSAL, q, k, v, None, scaling=s)[0] for s in (torch.tensor(0.3), 0.3))
     assert (one - two).abs().max() < 1e-7
 
@@ -350,28 +343,25 @@ def test_what_is_refused(mask: Any, more: dict[str, Any], message: str) -> None:
 
 SMALL: dict[str, Any] = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+FEW_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SMALL)), "softcap"),
-        (
-            lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)),
-            "s_aux",
-        ),
+        (lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SMALL, **FEW_EXPERTS)), "s_aux"),
     ],
 )
 def test_models_that_ask_for_more_say_so(model: Any, message: str) -> None:
-    made = convert(model(), "biweight")
-    refuses(message, made, tokens())
+    refuses(message, convert(model(), "biweight"), tokens())
 
 
 def test_a_relative_bias_is_refused() -> None:
     """By the layer, or by `convert` where a release of transformers has T5 compute attention by itself."""
     config = hf.T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(ArgumentError, match=r"position_bias adds a bias|computes attention by itself"):
-        convert(hf.T5Model(config), "biweight")(input_ids=tokens(), decoder_input_ids=tokens())
+    run = lambda: convert(hf.T5Model(config), "biweight")(input_ids=tokens(), decoder_input_ids=tokens())  # noqa: E731
+    refuses(r"position_bias adds a bias|computes attention by itself", run)
 
 
 def test_cross_attention() -> None:
@@ -380,7 +370,6 @@ def test_cross_attention() -> None:
     hidden = torch.ones(2, 9, dtype=torch.long)
     hidden[0, 6:] = 0
     for mask in (None, hidden):
-        ours, theirs = (
-            m(tokens(), encoder_hidden_states=memory, encoder_attention_mask=mask).logits for m in made.values()
-        )
+        given = {"encoder_hidden_states": memory, "encoder_attention_mask": mask}
+        ours, theirs = (m(tokens(), **given).logits for m in made.values())
         assert (ours - theirs).abs().max() < 1e-5

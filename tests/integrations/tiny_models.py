@@ -61,12 +61,8 @@ def tiny(family: str, impl: str, **more: Any) -> PreTrainedModel:
     kind = "ForCausalLM" if family in DECODERS else "ForMaskedLM"
     usual = (f"{family}Config", family + kind, DECODERS.get(family) or ENCODERS.get(family))
     config, model, own = NAMED.get(family, usual)
-    fields = {**SIZES, **own, **more}
-    return (
-        getattr(transformers, model)
-        ._from_config(getattr(transformers, config)(**fields), attn_implementation=impl)
-        .eval()
-    )
+    made = getattr(transformers, config)(**{**SIZES, **own, **more})
+    return getattr(transformers, model)._from_config(made, attn_implementation=impl).eval()
 
 
 def tokens(batch: int = 2, length: int = 12, seed: int = 0) -> Tensor:
@@ -74,18 +70,14 @@ def tokens(batch: int = 2, length: int = 12, seed: int = 0) -> Tensor:
     return torch.randint(1, END, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def left_padding(length: int = 12) -> Tensor:
-    """[2, T]: the first sequence lacks its first four tokens."""
-    mask = torch.ones(2, length, dtype=torch.long)
-    mask[0, :4] = 0
-    return mask
+def left_padding() -> Tensor:
+    """[2, 12]: the first sequence lacks its first four tokens."""
+    return (torch.arange(12) >= torch.tensor([[4], [0]])).long()
 
 
-def right_padding(length: int = 12) -> Tensor:
-    """[2, T]: the second sequence lacks its last three tokens."""
-    mask = torch.ones(2, length, dtype=torch.long)
-    mask[1, -3:] = 0
-    return mask
+def right_padding() -> Tensor:
+    """[2, 12]: the second sequence lacks its last three tokens."""
+    return (torch.arange(12) < torch.tensor([[12], [9]])).long()
 
 
 def positions(mask: Tensor) -> Tensor:

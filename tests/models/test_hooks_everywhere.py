@@ -1,8 +1,5 @@
-"""What a model shows of its layers: hook points, attention weights and hidden states.
-
-A hook that listens changes nothing, its replacement is used wherever the model runs, and nothing stays behind. Models
-without hook points have nothing to keep here.
-"""
+"""What a model shows of its layers: hook points, attention weights and hidden states. A hook that listens changes
+nothing, its replacement is used wherever the model runs, and nothing stays behind."""
 
 import pytest
 import torch
@@ -68,8 +65,7 @@ def test_what_is_put_in_place_is_used_in_every_view(name, mixers):
     model, tokens = make(name, mixers), words()
     plain = model(tokens, use_cache=False).logits
     for point in named_hook_points(model):
-        change = flat if point.endswith("pattern") else reweighted
-        with hooked(model, [(point, change)]):
+        with hooked(model, [(point, (flat if point.endswith("pattern") else reweighted))]):
             whole = model(tokens, use_cache=False).logits
             prefill = model(tokens, use_cache=True).logits
             parts = in_chunks(model, tokens, [4, 1, 1, 3])[0]
@@ -176,8 +172,7 @@ def test_attentions_carry_the_gradient_of_the_weights(name, mixers):
     counted = [torch.randn(w.shape, generator=draw, dtype=w.dtype) for w in shown(model, tokens).attentions]
 
     def total():
-        found = shown(model, tokens).attentions
-        return sum((w * c).sum() for w, c in zip(found, counted, strict=True))
+        return sum((w * c).sum() for w, c in zip(shown(model, tokens).attentions, counted, strict=True))
 
     for i in range(len(counted)):
         assert shown(model, tokens).attentions[i].requires_grad
@@ -210,10 +205,8 @@ def test_layers_without_weights_are_left_out():
     assert all(x.shape == (2, T, SIZES["hidden_size"]) for x in out.hidden_states)
     assert len(out.hidden_states) == 5
     assert shown(make("transformer", "gated-deltanet"), tokens).attentions == ()
-    made = mixed.generate(
-        tokens[:, :4], max_new_tokens=3, do_sample=False, output_attentions=True, return_dict_in_generate=True
-    )
-    assert [len(step) for step in made.attentions] == [3, 3, 3]
+    how = {"do_sample": False, "output_attentions": True, "return_dict_in_generate": True}
+    assert [len(step) for step in mixed.generate(tokens[:, :4], max_new_tokens=3, **how).attentions] == [3, 3, 3]
 
 
 @torch.no_grad()
@@ -234,7 +227,6 @@ def test_the_maps_of_iclm(fields):
     functions = [own[f"f.{i}.attn.hook_pattern"] for i in range(2)]
     late = 0 if fields.get("start") == "bos" else 1
     pairs = functions[0].shape[-1]
-    assert len(out.attentions) == len(covariates) + 2
     assert len(out.hidden_states) == SIZES["num_hidden_layers"] + 1
     assert all(w.shape[-2:] == (T, T) for w in out.attentions)
     for found, whole in zip(out.attentions, covariates + functions, strict=True):
@@ -261,8 +253,7 @@ def test_the_maps_of_packed_documents_are_those_of_the_documents(name, mixers):
     packed = shown(model, tokens, segment_ids=ids)
     torch.testing.assert_close(packed.logits, model(tokens, segment_ids=ids).logits, atol=1e-5, rtol=1e-5)
     apart = ids[:, None, :, None] != ids[:, None, None, :]
-    for weights in packed.attentions:
-        assert (weights[apart.expand_as(weights)] == 0).all()
+    assert all((weights[apart.expand_as(weights)] == 0).all() for weights in packed.attentions)
     for row, span in runs(ids):
         alone = shown(model, tokens[row, span][None])
         for whole, own in zip(packed.attentions, alone.attentions, strict=True):

@@ -1,6 +1,5 @@
-"""Caches of hybrid models: sums, keys and values, and those of fixed length (transformers' `StaticCache` and those that
-the model makes for `generate`). What is computed with sums is tested in `test_model_contracts.py`.
-"""
+"""Caches of hybrid models: sums, keys and values, and those of fixed length (transformers' `StaticCache`, and those
+made for `generate`). What is computed with sums is tested in `test_model_contracts.py`."""
 
 import pytest
 import torch
@@ -8,13 +7,8 @@ from any_model import in_chunks, make, padded, text
 from mistakes import refuses
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache
-from transformers.cache_utils import (
-    Cache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer
 
 from regard.inspect import capture
 from regard.models import RegardCacheLayer, hybrid_cache
@@ -31,14 +25,14 @@ def made(mixers, **fields):
 def test_a_cache_that_drops_tokens_that_are_needed_is_refused():
     tokens = padded()[0]
     model = made("softmax", window=4, exclude_self=True)
-    cache = Cache(layers=[DynamicSlidingWindowLayer(4) for _ in range(2)])
+    cache = Cache(layers=[SlidingLayer(4) for _ in range(2)])
     refuses("the cache gave 4 tokens of the 5 that window=4 needs", in_chunks, model, tokens, 1, None, cache)
     mixers = ["softmax", "interpolated"]  # only the first has the window, and the configuration's cache cuts both
     model = made(mixers, window=4)
     cache = DynamicCache(config=model.config)
     refuses("the cache gave 4 tokens of the 5 that no window needs", in_chunks, model, tokens, 1, None, cache)
     layer, x = Attention(32, 4, layer_idx=0), torch.randn(1, 6, 32)
-    cache = Cache(layers=[DynamicSlidingWindowLayer(4)])
+    cache = Cache(layers=[SlidingLayer(4)])
     layer(x[:, :4], past_key_values=cache)
     refuses("the cache gave 5 tokens of the 6 that no window needs", layer, x[:, 4:], past_key_values=cache)
 
@@ -51,7 +45,7 @@ def test_which_layer_keeps_what():
         assert kinds([mixer, "biweight"]) == [RegardCacheLayer, DynamicLayer]
     for mixer in ("geometric", "clipped-geometric", "rbf", "softmax", "topk-softmax"):
         assert kinds(mixer) == [DynamicLayer] * 2
-    assert kinds("elu", window=3) == [DynamicSlidingWindowLayer] * 2
+    assert kinds("elu", window=3) == [SlidingLayer] * 2
     assert kinds("elu", pairs=True) == [DynamicLayer] * 2
     assert kinds(["softmax", "elu"], length=9) == [StaticLayer, RegardCacheLayer]
     assert kinds("biweight", length=9, window=[4, None]) == [StaticSlidingWindowLayer, StaticLayer]
@@ -220,9 +214,8 @@ def test_a_mask_may_have_columns_for_all_places():
     labels = tokens.masked_fill(mask == 0, -100)
     want = model(tokens, attention_mask=mask, labels=labels)
     wide = torch.nn.functional.pad(mask, (0, 32 - mask.shape[1]), value=1)
-    found = model(
-        tokens, attention_mask=wide, labels=labels, past_key_values=StaticCache(model.config, max_cache_len=32)
-    )
+    fixed = StaticCache(model.config, max_cache_len=32)
+    found = model(tokens, attention_mask=wide, labels=labels, past_key_values=fixed)
     torch.testing.assert_close(found.loss, want.loss)
     torch.testing.assert_close(found.logits[mask.bool()], want.logits[mask.bool()], atol=1e-5, rtol=0)
     wider, cache = torch.nn.functional.pad(wide, (0, 1), value=1), StaticCache(model.config, max_cache_len=32)

@@ -217,8 +217,7 @@ def test_flushing_writes_the_pairs_whose_target_is_there():
     _, cache = in_chunks(net, tokens[:, :9], [9])
     assert all((state.values.written() == 0).all() for state in models.memory_states(cache).values())
     models.flush_memory(net, cache)
-    lost = model(options={"fwpkm": {"chunk_size": 9, "border": False}})
-    _, other = in_chunks(lost, tokens, [10])
+    _, other = in_chunks(model(options={"fwpkm": {"chunk_size": 9, "border": False}}), tokens, [10])
     for depth, state in models.memory_states(cache).items():
         wanted = models.memory_states(other)[depth]
         torch.testing.assert_close(state.values.dense(), wanted.values.dense(), rtol=1e-5, atol=1e-6)

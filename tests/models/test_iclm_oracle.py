@@ -14,7 +14,7 @@ from any_model import ICLM, in_chunks, same_gradients, text
 from any_model import make as any_make
 from contracts import oracle
 from mistakes import refuses
-from packed import documents, packed_rows
+from packed import documents, packed_rows, runs
 from torch import Tensor
 
 from regard import Spec, presets
@@ -246,8 +246,7 @@ BOUND = {"atol": 1e-8, "rtol": 1e-8}
 
 @pytest.mark.parametrize("fields", [*ICLM.values(), *({"mixers": name} for name in presets())], ids=str)
 def test_the_parts_of_packed_rows_add_up_to_their_logits(fields):
-    model, rows = any_make("iclm", **fields), documents()
-    tokens, ids = packed_rows(rows)
+    model, (tokens, ids) = any_make("iclm", **fields), packed_rows(documents())
     some = torch.tensor([3, 11, 20])
     found, logits = model.contributions(tokens, segment_ids=ids), model(tokens, segment_ids=ids).logits
     torch.testing.assert_close(found.logits(), logits, **BOUND)
@@ -263,20 +262,14 @@ def test_the_parts_of_packed_rows_add_up_to_their_logits(fields):
 
 @pytest.mark.parametrize("name", ICLM)
 def test_contributions_of_packed_rows_are_those_of_their_documents(name):
-    model, rows = any_make(f"iclm-{name}"), documents()
-    tokens, ids = packed_rows(rows)
+    model, (tokens, ids) = any_make(f"iclm-{name}"), packed_rows(documents())
     some = torch.tensor([3, 11, 20])
     found = model.contributions(tokens, segment_ids=ids)
-    seen = (ids[:, :, None] == ids[:, None]).tril()
-    assert not found.per_token(some)[~seen].any()
-    for row, texts in enumerate(rows):
-        at = 0
-        for document in texts:
-            span = slice(at, at + len(document))
-            own = model.contributions(document[None])
-            torch.testing.assert_close(found.parts(some)[row, span, span], own.parts(some)[0], **BOUND)
-            torch.testing.assert_close(found.mlp(some)[row, span], own.mlp(some)[0], **BOUND)
-            at += len(document)
+    assert not found.per_token(some)[~(ids[:, :, None] == ids[:, None]).tril()].any()
+    for row, span in runs(ids):
+        own = model.contributions(tokens[row, span][None])
+        torch.testing.assert_close(found.parts(some)[row, span, span], own.parts(some)[0], **BOUND)
+        torch.testing.assert_close(found.mlp(some)[row, span], own.mlp(some)[0], **BOUND)
     few = model.contributions(tokens, positions=[-1, 6], segment_ids=ids)
     torch.testing.assert_close(few.per_token(some), found.per_token(some)[:, [12, 6]], **BOUND)
     real = torch.ones(2, 19, dtype=torch.bool)
@@ -347,17 +340,16 @@ def test_nothing_listens_afterwards():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+WRONG = ([9], [], [0.5], [[1]], [-10])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         ({"tokens": torch.tensor([29])}, "tokens holds 29 to 29, expected tokens from 0 to 28"),
         ({"tokens": torch.tensor([0.5])}, r"tokens is a torch.float32 .*\[1\], expected integers \[M\] or \[2, 9, M\]"),
         ({"tokens": torch.zeros(1, 9, 2, dtype=torch.long)}, r"tokens is .*\[1, 9, 2\], expected integers \[M\] or"),
-        *(
-            ({"positions": p}, r"positions is .*, expected integers \[Q\] from -9 to 8")
-            for p in ([9], [], [0.5], [[1]])
-        ),
-        ({"positions": [-10]}, r"positions is .*, expected integers \[Q\] from -9 to 8"),
+        *(({"positions": p}, r"positions is .*, expected integers \[Q\] from -9 to 8") for p in WRONG),
         ({"input_ids": [[1, 2]]}, r"input_ids is \[\[1, 2\]\], expected an integer tensor"),
         ({"input_ids": torch.arange(3)}, r"input_ids is a torch.int64 tensor \[3\], expected an integer tensor"),
     ],

@@ -9,7 +9,8 @@ import pytest
 import torch
 from any_model import CASES, SIZES, T, every_case, every_model, parts_first, plain_case, text
 from mistakes import refuses
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache, QuantizedLayer
 
 from regard.models import HybridConfig, count_parameters, language_models, match_parameters
@@ -116,15 +117,11 @@ def test_a_row_of_padding_in_a_batch_changes_nothing(case):
     loss = alone(tokens[:1], labels=tokens[:1]).loss
     loss.backward()
     torch.testing.assert_close(out.loss, loss, atol=1e-5, rtol=0)
-    for (path, p), (_, q) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
-        # relative too: the gradient of a number of a head is a sum over all tokens, of about one half here
-        how = {"atol": 1e-5, "rtol": 1e-4}
-        torch.testing.assert_close(p.grad, q.grad, **how, msg=lambda text, path=path: f"{path}: {text}")
+    # relative too: the gradient of a number of a head is a sum over all tokens, of about one half here
+    torch.testing.assert_close(any_model.gradients(model), any_model.gradients(alone), atol=1e-5, rtol=1e-4)
 
 
 def damage_file(folder, kind):
-    from safetensors.torch import load_file, save_file
-
     path = folder / "model.safetensors"
     tensors = load_file(path)
     damage(tensors, kind)
@@ -151,10 +148,8 @@ def test_damaged_checkpoints_are_one_clear_error(name, kind, tmp_path):
     for load in (language_models.get(name).model, AutoModelForCausalLM):
         refuses(rf"do not fit their config \({kind}", load.from_pretrained, tmp_path)
     if kind != "not finite":
-        _, loading = language_models.get(name).model.from_pretrained(
-            tmp_path, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-        assert loading[f"{kind}_keys"]
+        how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        assert language_models.get(name).model.from_pretrained(tmp_path, **how)[1][f"{kind}_keys"]
 
 
 @torch.no_grad()
@@ -189,8 +184,6 @@ def test_a_checkpoint_of_another_model(name, tmp_path):
 
 @every_model
 def test_what_counts_as_padding_in_a_prompt_is_what_transformers_infers(name):
-    from transformers import GenerationConfig
-
     plain = make(name)
     rows = torch.tensor([[5, 6], [3, 3]])
     for settings in ({"pad_token_id": 3}, {"generation_config": GenerationConfig(pad_token_id=3)}):
@@ -198,16 +191,14 @@ def test_what_counts_as_padding_in_a_prompt_is_what_transformers_infers(name):
     # a pad that also ends texts, as in GPT-2, may begin one
     ended = make(name, pad_token_id=3, eos_token_id=3, bos_token_id=3)
     assert ended.generate(torch.tensor([[3]]), max_new_tokens=2, min_new_tokens=2).shape == (1, 3)
-    begun = plain.generate(generation_config=GenerationConfig(bos_token_id=1, max_new_tokens=2))
-    assert begun[0, 0] == 1
+    assert plain.generate(generation_config=GenerationConfig(bos_token_id=1, max_new_tokens=2))[0, 0] == 1
     refuses("there is nothing to continue", plain.generate, max_new_tokens=2)
 
 
 @every_model
 def test_a_cache_that_another_model_filled(name):
     deep, tokens = make(name, num_hidden_layers=6), torch.arange(5)[None]
-    cache = deep(tokens).past_key_values
-    refuses("cache", make(name), tokens, past_key_values=cache)
+    refuses("cache", make(name), tokens, past_key_values=deep(tokens).past_key_values)
 
 
 @parts_first
@@ -370,10 +361,9 @@ def empty_memory_is_nan():
 def test_missing_tensors_get_initial_values(case):
     kind, fields = CASES[case]
     entry = language_models.get(kind)
-    new = entry.model(entry.config(**{**SIZES, **fields})).state_dict()
-    loaded, report = entry.model.from_pretrained(
-        None, config=entry.config(**{**SIZES, **fields}), state_dict={}, output_loading_info=True
-    )
+    config = entry.config(**{**SIZES, **fields})
+    new, how = entry.model(config).state_dict(), {"state_dict": {}, "output_loading_info": True}
+    loaded, report = entry.model.from_pretrained(None, config=config, **how)
     assert len(report["missing_keys"]) >= len(new) - 1  # the output matrix is the embedding
     for name, value in loaded.state_dict().items():
         assert value.isfinite().all(), name

@@ -1,8 +1,6 @@
 """What every registered language model keeps, whatever it computes: causality, caches, padding, generated texts.
-
-The cases of `any_model` hold every registered model, mixer and memory. Weights are moved away from their initial
-values, in float64, so that no part of a model is silent.
-"""
+`any_model` holds every registered model, mixer and memory, in float64 and away from the initial weights, so that no
+part is silent."""
 
 import copy
 from itertools import pairwise
@@ -74,8 +72,7 @@ def test_later_embeddings_that_are_not_numbers_change_no_bit(case):
     for poison in (torch.nan, torch.inf):
         embedded[:, 6:] = poison
         rounding = 1e-12 if case == "mixer-mesa" else 0.0  # which solves the systems of a chunk together
-        found = model(inputs_embeds=embedded).logits[:, :6]
-        torch.testing.assert_close(found, before[:, :6], rtol=0.0, atol=rounding)
+        torch.testing.assert_close(model(inputs_embeds=embedded).logits[:, :6], before[:, :6], rtol=0.0, atol=rounding)
 
 
 @torch.no_grad()
@@ -147,8 +144,7 @@ def test_rows_of_a_cache_are_reordered_repeated_and_selected(case):
 @torch.no_grad()
 @parts_first
 def test_a_copy_of_a_cache_goes_its_own_way(case):
-    """As one prompt with several continuations needs it: what a layer holds is replaced and never written into. `reset`
-    forgets everything."""
+    """For several continuations of a prompt; a layer replaces what it holds. `reset` forgets everything."""
     model, tokens = make(case), text(2, T + 4)
     whole = model(tokens, use_cache=False).logits
     _, cache = in_chunks(model, tokens[:, :T], [T])
@@ -274,16 +270,11 @@ def test_the_gradient_of_a_batch_is_that_of_its_rows(case):
         if len(ids) > 1:
             logits = model(ids[None]).logits[0]
             total, count = total + F.cross_entropy(logits[:-1], ids[1:], reduction="sum"), count + len(ids) - 1
-    # what is hidden in the middle has its neighbours neither predicted nor predicted from
-    gaps = [(3, 1, 3), (3, 4, 7)]
-    for row, before, after in gaps:
-        real = mask[row].bool()
-        logits = model(tokens[row, real][None]).logits[0]
-        total = total - F.cross_entropy(
-            logits[int(real[:before].sum())][None], tokens[row, after][None], reduction="sum"
-        )
-        count -= 1
-    (total / count).backward()
+    real = mask[3].bool()
+    logits = model(tokens[3, real][None]).logits[0]
+    for before, after in ((1, 3), (4, 7)):  # what is hidden has its neighbours neither predicted nor predicted from
+        total = total - F.cross_entropy(logits[int(real[:before].sum())], tokens[3, after])
+    (total / (count - 2)).backward()
     same_by_path(gradients(model), together, 1e-9)
 
 
@@ -326,8 +317,7 @@ def test_logits_to_keep_and_loss(name):
     rounded(model(tokens, attention_mask=mask, labels=labels).loss, expected)
     kept = predicted[:, -5:]
     expected = F.cross_entropy(whole[:, -6:-1][kept], tokens[:, -5:][kept])
-    found = model(tokens, attention_mask=mask, labels=labels[:, -6:], logits_to_keep=6).loss
-    rounded(found, expected)
+    rounded(model(tokens, attention_mask=mask, labels=labels[:, -6:], logits_to_keep=6).loss, expected)
     given = {"labels": labels[:, :3], "logits_to_keep": places}
     refuses("logits_to_keep is a tensor of positions and labels are given", model, tokens, **given)
 
@@ -347,9 +337,8 @@ def test_the_output_matrix_reads_the_base_model(case):
 def test_embeddings_in_the_place_of_tokens(case):
     model, (tokens, mask) = make(case), padded()
     embedded = model.get_input_embeddings()(tokens)
-    assert torch.equal(
-        model(inputs_embeds=embedded, attention_mask=mask).logits, model(tokens, attention_mask=mask).logits
-    )
+    expected = model(tokens, attention_mask=mask).logits
+    assert torch.equal(model(inputs_embeds=embedded, attention_mask=mask).logits, expected)
     prompt = model.generate(inputs_embeds=embedded[:1, :5], max_new_tokens=5, do_sample=False)
     whole = model.generate(tokens[:1, :5], max_new_tokens=5, do_sample=False)
     assert torch.equal(prompt, whole[:, 5:])

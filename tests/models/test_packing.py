@@ -1,9 +1,7 @@
-"""Documents packed into rows give what they give alone, in every model, mixer and memory that takes them.
+"""Documents packed into rows give what they give alone, in every model, mixer and memory that takes them. The
+registries are walked through, so that one that is registered later is tested with no other edit."""
 
-The registries are walked through: a model, mixer or memory that is registered later is tested with no other edit.
-"""
-
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import any_model
 import pytest
@@ -54,7 +52,7 @@ def test_each_document_gives_what_it_gives_alone(case):
         close(found.logits, expected)
         same_by_path(gradients(model, found.logits), wanted, 1e-5)
     for row, text in enumerate(tokens):
-        ends = torch.tensor([0, *torch.tensor([len(one) for one in rows[row]]).cumsum(0)], dtype=torch.int32)
+        ends = torch.tensor([0, *accumulate(map(len, rows[row]))], dtype=torch.int32)
         marks = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
         close(model(text[None], **marks).logits[0], expected[row])
         close(model.model(text[None], **marks, use_cache=False).last_hidden_state[0],
@@ -104,8 +102,7 @@ def test_padding_before_between_inside_and_after_documents(case):
     """Hidden tokens belong to no document, whatever their numbers and positions are."""
     model, rows = model_of(case), documents()
     tokens, ids = packed_rows(rows)
-    inside = 0 if counts_padding(case) else 2
-    cuts = {0: 2, 5: 1, 8: inside, tokens.shape[1]: 3}
+    cuts = {0: 2, 5: 1, 8: (0 if counts_padding(case) else 2), tokens.shape[1]: 3}
 
     def padded(x, value):
         parts = [x[:, a:b] for a, b in pairwise([*cuts, None])]
@@ -115,17 +112,12 @@ def test_padding_before_between_inside_and_after_documents(case):
     real, wide = padded(torch.ones_like(tokens), 0), padded(tokens, 7)
     numbers, ones, zeros = padded(ids, 9), padded(positions(rows), 1), padded(positions(rows), 0)
     expected = alone(lambda text: model(text).logits, rows).flatten(0, 1)
-    for marks in (
-        {"segment_ids": numbers},
-        {"position_ids": ones},
-        {"position_ids": zeros},
-        {"segment_ids": numbers, "position_ids": ones},
-    ):
+    named = {"segment_ids": numbers}
+    for marks in (named, {"position_ids": ones}, {"position_ids": zeros}, {**named, "position_ids": ones}):
         close(model(wide, attention_mask=real, **marks).logits[real.bool()], expected)
 
 
 def compiled_is_eager(model, marks, tokens, **how):
-    torch._dynamo.reset()
     expected = model(tokens, **marks, labels=tokens)
     wanted = gradients(model, expected.logits)
     found = torch.compile(model, **how)(tokens, **marks, labels=tokens)
@@ -136,6 +128,7 @@ def compiled_is_eager(model, marks, tokens, **how):
     torch._dynamo.reset()
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_model_keeps_documents_apart():
     """In training in one graph; elsewhere it looks whether there are several documents, since it may keep a cache."""
     model, rows = make("transformer", mixers=["biweight"], num_hidden_layers=1), documents()
@@ -146,6 +139,7 @@ def test_a_compiled_model_keeps_documents_apart():
 
 @pytest.mark.slow
 @packed_case
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_is_eager(case):
     fields = {"num_hidden_layers": 2} if set(CASES[case][1]) == {"mixers"} else {}
     model, rows = model_of(case, **fields).train(), documents()
@@ -194,6 +188,7 @@ def test_the_collator_that_flattens_gives_the_loss_of_the_documents(name, flash)
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_cache_that_is_asked_for_is_refused():
     model, (tokens, ids) = make("transformer", num_hidden_layers=1), packed_rows(documents())
     for asked in ({"use_cache": True}, {"past_key_values": model.model.new_cache()}):
@@ -203,7 +198,6 @@ def test_a_cache_that_is_asked_for_is_refused():
         with pytest.raises(RuntimeError, match="a cache was asked for"):
             compiled(tokens, **asked, position_ids=positions(documents()))
     assert model(tokens, position_ids=torch.arange(tokens.shape[1])[None], use_cache=True).past_key_values is not None
-    torch._dynamo.reset()
 
 
 @torch.no_grad()
@@ -256,12 +250,8 @@ def test_lengths_speak_of_one_row():
 def test_one_memory_for_the_batch_is_refused():
     tokens, ids = packed_rows(documents())
     for name in ("fwpkm", "fwmlp"):
-        model = make(
-            "transformer",
-            num_hidden_layers=1,
-            memories=f"{name}@0",
-            memory_options={name: {**SMALL[name], "shared": True}},
-        )
+        fields = {"memories": f"{name}@0", "memory_options": {name: {**SMALL[name], "shared": True}}}
+        model = make("transformer", num_hidden_layers=1, **fields)
         refuses("segment_ids need a memory per document, but shared=True", model, tokens, segment_ids=ids)
 
 

@@ -191,14 +191,11 @@ def test_fast_weights_of_mixers_are_flushed_too():
 
 @torch.no_grad()
 @mixers
-def test_the_default_dtype_of_torch_changes_no_bit(name):
-    model, tokens = make(f"mixer-{name}", dtype=torch.float32), text(2, 9)
-    before = model(tokens).logits
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert torch.equal(model(tokens).logits, before)
-    finally:
-        torch.set_default_dtype(torch.float32)
+def test_the_default_dtype_of_torch_changes_no_bit(name, default_dtype):
+    net, tokens = model(name), text(2, 9)
+    before = net(tokens).logits
+    default_dtype(torch.bfloat16)
+    assert torch.equal(net(tokens).logits, before)
 
 
 @mixers
