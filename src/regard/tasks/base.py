@@ -2,10 +2,10 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
-from functools import wraps
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from ..checks import in_range, refuse, require, shown, suggestion, whole
 from ..registry import Registry
 
 E = TypeVar("E")
-F = TypeVar("F", bound=Callable[..., Any])
 Settings = Mapping[str, Mapping[str, Any]]
 """Name to values of the fields that differ from the defaults."""
 
@@ -62,15 +61,11 @@ def generator(call: str, name: str, seed: Any, index: Any) -> torch.Generator:
     return torch.Generator().manual_seed(hashed(f"{name}:{seed}:{index}") >> 1)
 
 
-def on_cpu(function: F) -> F:
-    """Let a function make its tensors on the CPU, whatever torch's default device is."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.device("cpu"):
-            return function(*args, **kwargs)
-
-    return cast(F, call)
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Make tensors on the CPU, whatever torch's default device is, inside a block or a decorated function."""
+    with torch.device("cpu"):
+        yield
 
 
 class Stackable(ABC, Generic[E]):

@@ -83,7 +83,7 @@ class ConeRegression(Stackable[ConeExamples]):
         number = torch.arange(1, self.segments + 1)[:, None]
         return (((number >> torch.arange(bits)) & 1) * 2 - 1).float()
 
-    @on_cpu
+    @on_cpu()
     def example(self, seed: int, index: int) -> ConeExamples:
         """Return one example, float32, without a batch axis; its keys and maps do not depend on the noise."""
         draw = generator(f"{CALL}.example", "cone-regression", seed, index)

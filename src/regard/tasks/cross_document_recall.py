@@ -86,7 +86,7 @@ class CrossDocumentRecall(Stackable[RecallExamples]):
         """Return the accuracy of guessing among the values."""
         return 1 / self.values
 
-    @on_cpu
+    @on_cpu()
     def example(self, seed: int, index: int) -> RecallExamples:
         """Return one example without a batch axis; with more documents or readings, the first ones stay the same."""
         draw = generator(f"{CALL}.example", "cross-document-recall", seed, index)

@@ -67,7 +67,7 @@ class InContextRegression(Named, Stackable[RegressionPrompts]):
         """Return the task that draws the pairs."""
         return ConeRegression(self.dim, self.length, self.segment, self.noise)
 
-    @on_cpu
+    @on_cpu()
     def example(self, seed: int, index: int) -> RegressionPrompts:
         """Return example `index` of the stream `seed`, without a batch axis."""
         made = self.cones.example(seed, index)
