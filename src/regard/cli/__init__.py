@@ -9,7 +9,7 @@ import difflib
 import gc
 import sys
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 
 COMMANDS = {
     "demo": (None, "train small models on real text and on recall, and write tables and a report"),
@@ -113,8 +113,7 @@ def _load(name: str) -> Callable[[list[str]], int]:
 
         (point,) = entry_points(group="regard.commands", name=name)
         return point.load()
-    module, _, function = target.partition(":")
-    return getattr(import_module(module), function)
+    return resolve_name(target)
 
 
 def _fail(message: str, code: int) -> int:

@@ -16,15 +16,12 @@ from ..training.fields import from_mapping, read_mapping
 C = TypeVar("C")
 _BOX = re.compile(r"[─-╿▀-▟]+")
 _TITLES = ("Value error", "Parsing error", "Required options", "Invalid choice", "Missing argument")
-_PLAIN = tuple(
-    (re.compile(pattern), plain)
-    for pattern, plain in (
-        (r"Error parsing (\S+): invalid literal for int.* base 10: (.*)", r"\1 is \2, expected an integer."),
-        (r"Error parsing (\S+): could not convert string to float: (.*)", r"\1 is \2, expected a number."),
-        (r"Missing value for argument '(.*)'\. Expected 1 values\.", r"\1 expects a value."),
-        (r"Missing from regard [\w ]+: (\S+) .*", r"\1 is missing. See --help."),
-    )
-)
+_PLAIN = {
+    r"Error parsing (\S+): invalid literal for int.* base 10: (.*)": r"\1 is \2, expected an integer.",
+    r"Error parsing (\S+): could not convert string to float: (.*)": r"\1 is \2, expected a number.",
+    r"Missing value for argument '(.*)'\. Expected 1 values\.": r"\1 expects a value.",
+    r"Missing from regard [\w ]+: (\S+) .*": r"\1 is missing. See --help.",
+}
 _OTHER_NAMES = {"output": "out", "mixers": "spec"}
 """The former name of --out, which appears in stored results, and what models call --spec."""
 _CONFIG = "--config FILE.toml reads any of these options from a file; flags override the file."
@@ -123,6 +120,6 @@ def _squash(box: str) -> str:
     message = takewhile(lambda line: not line.startswith(("Argument helptext", "For full helptext")), lines)
     # without UTF-8 a box is made of dashes
     text = " ".join(word for line in message if line.strip("-") and line not in _TITLES for word in line.split())
-    for pattern, plain in _PLAIN:
-        text = pattern.sub(plain, text)
+    for pattern, plain in _PLAIN.items():
+        text = re.sub(pattern, plain, text)
     return text or "the options could not be read. See --help."
