@@ -5,7 +5,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -32,30 +31,25 @@ _BRIEF = (
 
 
 class MetricsFile(TrainerCallback):
-    """Append every log to `metrics.jsonl`; first remove damaged lines (counted in `damaged`) and those after `step`."""
+    """Append every log to `metrics.jsonl`; first remove damaged lines (counted in `damaged`, but for an incomplete last
+    one) and those after `step`."""
 
     def __init__(self, path: Path, *, step: int) -> None:
-        self.path = path
-        self.damaged = 0
-        kept = [line for line in self._valid_lines() if json.loads(line)["step"] <= step]
+        self.path, self.damaged = path, 0
+        lines, kept = list[bytes](), list[str]()
         with writing(path, path.parent):
+            if path.exists():
+                regular_size(path)
+                *lines, _half = path.read_bytes().split(b"\n")
+            for line in lines:
+                record = None
+                with suppress(ValueError, RecursionError):  # a power cut may leave NULs
+                    record = json.loads(line)
+                if not isinstance(record, dict) or type(record.get("step")) is not int:
+                    self.damaged += 1
+                elif record["step"] <= step:
+                    kept.append(line.decode() + "\n")
             write_atomically(path, "".join(kept))
-
-    def _valid_lines(self) -> Iterator[str]:
-        """Yield the valid lines; count the others (a power cut may leave NULs), except an incomplete last one."""
-        if not self.path.exists():
-            return
-        with writing(self.path, self.path.parent):
-            regular_size(self.path)
-            *lines, _half = self.path.read_bytes().split(b"\n")
-        for line in lines:
-            record = None
-            with suppress(ValueError, RecursionError):
-                record = json.loads(line)
-            if isinstance(record, dict) and type(record.get("step")) is int:
-                yield line.decode() + "\n"
-            else:
-                self.damaged += 1
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if state.is_world_process_zero and ("loss" in logs or "eval_loss" in logs):
