@@ -43,16 +43,14 @@ def _float(bits):
 
 
 @triton.jit
-def _measured(
-    q_row, keys, index, there, d, DISTANCE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, FINE: tl.constexpr
-):  # fmt: skip
-    """Return float64 squared distances to keys `index` [R, M], or minus products, inf if not `there`; and |q|^2 [R]."""
+def _measure(q_row, keys, index, real, d, DISTANCE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, FINE: tl.constexpr):
+    """Return float64 squared distances to keys `index` [R, M], or minus products, inf if not `real`; and |q|^2 [R]."""
     total, square = tl.zeros((R, M, FINE // 4), tl.float64), tl.zeros((R, FINE // 4), tl.float64)
     at = tl.arange(0, FINE)
     for start in range(0, d, FINE):
         inside = start + at < d
         q = tl.load(q_row[:, None] + (start + at)[None, :], mask=inside[None, :], other=0.0).to(tl.float64)
-        held = there[:, :, None] & inside[None, None, :]
+        held = real[:, :, None] & inside[None, None, :]
         key = tl.load(keys[:, None, None] + index[:, :, None] * d + (start + at)[None, None, :], mask=held, other=0.0)
         key = key.to(tl.float64)
         square += tl.sum(tl.reshape(q * q, (R, FINE // 4, 4)), 2)  # four numbers of a thread
@@ -62,7 +60,7 @@ def _measured(
         else:
             part = -q[:, None, :] * key
         total += tl.sum(tl.reshape(part, (R, M, FINE // 4, 4)), 3)
-    return tl.where(there, tl.sum(total, 2), float("inf")), tl.sum(square, 1)
+    return tl.where(real, tl.sum(total, 2), float("inf")), tl.sum(square, 1)
 
 
 @triton.jit
@@ -166,7 +164,7 @@ def _selected(
     if ranks is not None:
         kept, left = _survivors(ranks, n, K, R, M, KT)
         index = (1 << LOW) - 1 - (kept & ((1 << LOW) - 1))
-        measure, square = _measured(q_row, keys, index, kept > -(2**31), d, DISTANCE, R, M, FINE)
+        measure, square = _measure(q_row, keys, index, kept > -(2**31), d, DISTANCE, R, M, FINE)
         none = lane.to(tl.int64)[None, :] + (9223372036854775807 - M)  # after all keys, also NaN, and all different
         best = tl.where(kept > -(2**31), _packed(measure, index), none)
         if M <= 32:  # rank the kept keys
@@ -195,7 +193,7 @@ def _selected(
         best, rank = last, tl.zeros((R, M), tl.int32) + lane[None, :]
         for start in range(0, n, M):
             index = tl.zeros((R, M), tl.int32) + (start + lane)[None, :]
-            measure = _measured(q_row, keys, index, index < n, d, DISTANCE, R, M, FINE)[0]
+            measure = _measure(q_row, keys, index, index < n, d, DISTANCE, R, M, FINE)[0]
             packed = tl.where(index < n, _packed(measure, index), 9223372036854775807)
             best = _least(best, packed, K, R, M)
     if M <= 32:
