@@ -61,8 +61,8 @@ class Version:
         """Link to a version that was just written from this one. The oldest gets a table when logs outgrow one."""
         self.link, newer.older = (newer, slots, log), ref(self)
         kept = self.older is not None and self.older() is not None  # otherwise the earlier logs are gone as well
-        newer.logged = kept * self.logged + log.numel() * log.element_size()
-        if newer.logged > self.table.numel() * self.table.element_size():
+        newer.logged = kept * self.logged + log.nbytes
+        if newer.logged > self.table.nbytes:
             oldest: Version | None = self
             while oldest is not None and oldest.table is self.table:
                 last, oldest = oldest, None if oldest.older is None else oldest.older()
