@@ -24,14 +24,14 @@ def _job(x: Tensor, cleaned: Tensor, bad: Tensor) -> tuple[Any, int, int, int, i
 
 def _run(tensors: list[Tensor], flags: list[Tensor]) -> list[Tensor]:
     """Clean up to three tensors by these flags or, without any, by their numbers, and return the flags too."""
+    from .kernels import clean_kernel
+
     outs = _empty(tensors, flags)
     jobs = [_job(*given) for given in zip(tensors, outs, flags or outs[len(tensors) :], strict=False)]
     tiles = TABLE.pick(max(job[-1] for job in jobs), jobs[0][0][0].dtype)
     grid = max(-(-length // tiles.rows) for *_, length, _ in jobs), max(most for _, most, *_ in jobs), len(jobs)
     jobs += [jobs[0]] * (3 - len(jobs))  # not read
     matrices, programs, heads, lengths, dims = zip(*jobs, strict=True)
-    from .kernels import clean_kernel
-
     launch(
         clean_kernel, grid, matrices, *programs, *heads, *lengths, tiles=tiles,
         DIMS=dims, WIDTH=power_of_two(max(dims)), ROWS=tiles.rows, COUNT=grid[2], BACKWARD=bool(flags),
