@@ -8,6 +8,4 @@ from .recurrent import implementation as linear
 from .triton import attention as triton_attention
 from .triton.memory import values as triton_memory
 
-__all__ = [
-    "blocked", "cpu", "linear", "overlay", "reference", "sdpa", "triton_attention", "triton_memory",
-]  # fmt: skip
+__all__ = ["blocked", "cpu", "linear", "overlay", "reference", "sdpa", "triton_attention", "triton_memory"]
