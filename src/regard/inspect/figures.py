@@ -44,8 +44,7 @@ ACROSS = 6
 
 @dataclass(frozen=True)
 class Curve:
-    """Loss curve of one model, in bits per character: training loss, and loss on held-out text, whose last is the final
-    result."""
+    """Loss curve of one model, in bits per character: of training, and of held-out text, whose last is the result."""
 
     name: str
     steps: tuple[int, ...]

@@ -189,8 +189,7 @@ class FastMLPMemory(NetworkMemory):
         chunk_size: tokens between two writes, >= 2; it may change from call to call.
         learning_rate: eta >= 0.
         target: "mean", (v_t + v_{t+1}) / 2, or "look-ahead", v_{t+1}.
-        shared: one network for the whole batch; a chunk counts the columns in which any row has a token. Otherwise each
-            sequence has its own.
+        shared: one network for the batch, whose chunks count columns in which any row has a token; else one a sequence.
         meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
 
     Raises:

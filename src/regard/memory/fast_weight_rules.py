@@ -103,8 +103,8 @@ class WriteRule:
             of size rate on the mean of g_t e_t^2 / 2 over the chunk's pairs and the Dv features, through weights and
             scores (the paper's ablation without addressing loss, scaled as in the released program); or "none".
         look_ahead: the target of a token is the value of the next token, otherwise its own.
-        border: the target of a chunk's last token is the first token of the next chunk; otherwise it has none (the
-            released program in training).
+        border: the target of a chunk's last token is the first of the next chunk; otherwise it has none (the released
+            program in training).
         gate_loss: gates weight the errors.
 
     The paper is WriteRule("paper", address_weight=10), the released program WriteRule("reference", address_weight=1,

@@ -109,8 +109,7 @@ def slot_weights(found: Found, spec: str | Spec = "softmax", *, joint: bool) -> 
 
     Args:
         spec: a spec of degree 0 with non-negative weights that sum to one, and without a similarity of its own.
-        joint: weight all H k slots of a token together (fast-weight product-key memory); otherwise each head alone
-            (product-key memory).
+        joint: weight all H k slots of a token together (fast-weight memory); else each head alone (product-key memory).
 
     Raises:
         ArgumentError: a spec that gives no such weights.

@@ -68,8 +68,7 @@ def delta_rule(
 
     Args:
         query: [B, H, Tq, D], not divided by sqrt(D).
-        key: [B, Hkv, Tk, D]; H is a multiple of Hkv. The rule is stable for beta |k|^2 < 2; keys are usually unit
-            vectors.
+        key: [B, Hkv, Tk, D]; H is a multiple of Hkv. Stable for beta |k|^2 < 2; keys are usually unit vectors.
         value: [B, Hkv, Tk, Dv].
         beta: step size >= 0: a number or broadcastable to [B, Hkv, Tk].
         log_decay: g <= 0 (the gated delta rule), applied to the state before the step: a number, per key head [Hkv],

@@ -41,8 +41,7 @@ class Retrieval:
         values: [..., Tq, Dv].
         trajectory: the query and the result of every step, [steps + 1, ..., Tq, D].
         energy: along the trajectory, [steps + 1, ..., Tq].
-        diagnostics: of the last step: one `Diagnostics`, or two (long-term, short-term) if these are normalised
-            separately.
+        diagnostics: of the last step: one `Diagnostics`, or (long-term, short-term) if these are normalised separately.
     """
 
     values: Tensor
@@ -69,8 +68,7 @@ class AssociativeMemory(nn.Module):
         capacity: the largest number of short-term pairs; None for no limit. Needs `store="pairs"`.
         overflow: a write beyond the capacity drops the "oldest" pairs, or raises an "error" and writes nothing.
         slots: the number of learned pairs per head.
-        heads, dim, value_dim: H, D and Dv of the slots. Without slots, `dim` and `value_dim` are taken from the first
-            write.
+        heads, dim, value_dim: H, D and Dv of the slots. Without slots, `dim` and `value_dim` come from the first write.
         tied: the slots' values are their keys, as in a Hopfield network.
         combine: "shared": one normalisation over all pairs (equation 8b). "separate": each part is normalised, and the
             two reads are added. Without normalisation (equation 8a) they are the same.
@@ -218,15 +216,14 @@ class AssociativeMemory(nn.Module):
             raise ArgumentError(f"{call}: {len(new)} pairs for {room} free places of {self.capacity}; {hint}.")
         self._own_values |= values is not None and values is not keys
         self._sizes = (new.keys.shape[3], new.values.shape[3])
-        if self.store == "sums":
-            held = self._short if isinstance(self._short, Sums) else None
-            self._short = Sums.of(self.spec, new, self.trend) if held is None else held.plus(new)
-            return 0
-        assert self._short is None or isinstance(self._short, Pairs)
-        both = new.map(torch.clone) if self._short is None else self._short.append(new)
-        kept = both if self.capacity is None or len(both) <= self.capacity else both.newest(self.capacity)
-        self._short = kept
-        return len(both) - len(kept)
+        if self._short is not None:
+            both: Pairs | Sums = self._short.plus(new)
+        else:
+            both = Sums.of(self.spec, new, self.trend) if self.store == "sums" else new.map(torch.clone)
+        self._short = both
+        if isinstance(both, Pairs) and self.capacity is not None and len(both) > self.capacity:
+            self._short = both.newest(self.capacity)
+        return len(both) - len(self._short)
 
     def _check_fit(self, key: Tensor, value: Tensor, call: str) -> None:
         sizes = (key.shape[3], value.shape[3])
@@ -392,7 +389,7 @@ class AssociativeMemory(nn.Module):
             return [] if held is None else [held]
         slots = learned(self.slot_keys, self.slot_values, batch)
         if held is not None and self.combine == "shared":
-            return [held.plus(slots) if isinstance(held, Sums) else slots.append(held)]
+            return [held.plus(slots) if isinstance(held, Sums) else slots.plus(held)]
         long = Sums.of(self.spec, slots, self.trend) if self.store == "sums" else slots
         return [long] if held is None else [long, held]
 

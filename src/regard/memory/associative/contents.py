@@ -42,7 +42,7 @@ class Pairs:
         values = keys if self.values is self.keys else fn(self.values)
         return Pairs(keys, values, None if self.mask is None else fn(self.mask))
 
-    def append(self, new: Pairs) -> Pairs:
+    def plus(self, new: Pairs) -> Pairs:
         """Return these pairs followed by the new ones. Copies all: O(n)."""
         keys = torch.cat([self.keys, new.keys], 2)
         same = self.values is self.keys and new.values is new.keys
