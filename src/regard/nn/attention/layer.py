@@ -190,7 +190,10 @@ class Attention(nn.Module):
         args.check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
         flags(CALL, output_attentions=output_attentions)
         _check_cache_and_segments(past_key_values, segment_ids, hidden_states)
-        query, key, value = self._project(hidden_states, position_embeddings)
+        value = self.hook_v(in_heads(self.v_proj(hidden_states), self.head_dim))
+        key = query = self.hook_k(self._position(self.k_proj(hidden_states), "k", position_embeddings))
+        if not self.share_query_key:
+            query = self.hook_q(self._position(self.q_proj(hidden_states), "q", position_embeddings))
         layer = None if past_key_values is None else self._layer(past_key_values)
         if hasattr(layer, "linear_state"):
             out, weights = self._attend_to_sums(layer, query, key, value, attention_mask, output_attentions)
@@ -214,14 +217,6 @@ class Attention(nn.Module):
     def order(self) -> Seen:
         """Causality and window of every call, with a cache that grows or without one."""
         return Seen(True, self.exclude_self, self.window)
-
-    def _project(self, hidden_states: Tensor, position_embeddings: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, H, T, D], keys and values [B, Hkv, T, D]; queries and keys may be one tensor."""
-        value = self.hook_v(in_heads(self.v_proj(hidden_states), self.head_dim))
-        key = self.hook_k(self._position(self.k_proj(hidden_states), "k", position_embeddings))
-        if self.share_query_key:
-            return key, key, value
-        return self.hook_q(self._position(self.q_proj(hidden_states), "q", position_embeddings)), key, value
 
     def _position(self, x: Tensor, part: str, position_embeddings: Rotary) -> Tensor:
         """Return queries, keys or probes [B, H, T, D], normalised and then rotated, for x [B, T, H D]."""
