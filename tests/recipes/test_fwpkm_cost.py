@@ -10,7 +10,7 @@ from tiny_runs import tiny
 
 from regard.recipes import recipes
 from regard_recipes.fwpkm import fwpkm_cost as recipe
-from regard_recipes.fwpkm.layouts import Row
+from regard_recipes.fwpkm.memory_recipe import Row
 from regard_recipes.lib.results import Journal, _write_line
 
 WIDTH, INNER, WORDS, TOKENS = 768, 2304, 32_000, 8 * 4096

@@ -11,7 +11,7 @@ from tiny_runs import checked, stored
 
 from regard.models import HybridForCausalLM, count_fast_weights, count_parameters, memory_modules
 from regard_recipes.fwpkm.fwpkm_cost import TABLE_2
-from regard_recipes.fwpkm.layouts import LACT, MEMORIES, PAPER_VOCABULARY, Row, depths_of, row_config
+from regard_recipes.fwpkm.memory_recipe import LACT, MEMORIES, PAPER_VOCABULARY, Row, depths_of, row_config
 from regard_recipes.long_text import streaming_perplexity as recipe
 from regard_recipes.long_text.streaming import Carry, mentions, read_names, reading_rules, streamed
 

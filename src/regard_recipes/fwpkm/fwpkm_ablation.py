@@ -16,8 +16,7 @@ from ..lib.display import gap, interval, lines, pivot
 from ..lib.recipe import Frame, Results, select
 from ..long_text.needle_reading import answer_rows
 from ..long_text.streaming import read_names
-from .layouts import Row
-from .memory_recipe import NAMES, NEEDLES, PAPER, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe
+from .memory_recipe import NAMES, NEEDLES, PAPER, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe, Row
 
 NONE, WHOLE, LOOK_AHEAD = "no memory", "FwPKM", "without look-ahead"
 PARTS: dict[str, dict[str, Any]] = {

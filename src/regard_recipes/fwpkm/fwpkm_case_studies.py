@@ -20,8 +20,7 @@ from ..lib.recipe import Results, select
 from ..long_text.needle_reading import asked, greedy
 from ..long_text.needle_text import NeedleText
 from ..long_text.streaming import read_names
-from .layouts import Row
-from .memory_recipe import NAMES, NEEDLES, PAPER, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe
+from .memory_recipe import NAMES, NEEDLES, PAPER, PAPER_BOTH, QUICK, NamesAndNeedlesRecipe, Row
 
 ROW = Row("GDN", "PKM+FwPKM")  # the paper's model: gated delta nets, a slow memory between two fast ones
 WRITERS = 4  # kept of every slot

@@ -21,7 +21,7 @@ from ..lib.language_text import Corpus
 from ..lib.recipe import Cell, Frame, Results, frame_of, select
 from ..lib.text_recipe import initial_range
 from ..lib.trained import LanguageOptions
-from .layouts import LAYOUTS, MEMORIES, PAPER_MODEL, PAPER_VOCABULARY, MemoryOptions, Row, row_config
+from .memory_recipe import LAYOUTS, MEMORIES, PAPER_MODEL, PAPER_VOCABULARY, MemoryOptions, Row, row_config
 
 TABLE_2: dict[tuple[str, str], tuple[float, ...]] = {
     (layout, memory): numbers

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from ..fwpkm.layouts import RESTRICTED, known_rows
-from ..fwpkm.memory_recipe import NEEDLES, PAPER, PAPER_SIZE, QUICK, NeedleRecipe
+from ..fwpkm.memory_recipe import NEEDLES, PAPER, PAPER_SIZE, QUICK, RESTRICTED, NeedleRecipe, known_rows
 from ..lib.claims import Claim, Estimate, exact, paired
 from ..lib.display import MISSING, Show, interval, lines, panels, pivot
 from ..lib.recipe import Frame, Results, select

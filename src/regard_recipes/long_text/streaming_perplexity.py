@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 from regard.inspect.gates import BINS
 
-from ..fwpkm.layouts import LAYOUTS, RESTRICTED, Row, known_rows
-from ..fwpkm.memory_recipe import NAMES, PAPER, PAPER_SIZE, QUICK, NamesRecipe
+from ..fwpkm.memory_recipe import LAYOUTS, NAMES, PAPER, PAPER_SIZE, QUICK, RESTRICTED, NamesRecipe, Row, known_rows
 from ..lib.claims import Claim, claims_of, paired
 from ..lib.display import dots, heat, interval, lines, only, panels, pivot, spread
 from ..lib.recipe import Frame, Results, select, stacked
