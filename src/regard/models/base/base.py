@@ -122,7 +122,7 @@ class RegardModel(RegardPreTrainedModel):
             width = self.embed_tokens.embedding_dim
             ok = isinstance(inputs_embeds, Tensor) and inputs_embeds.is_floating_point() and inputs_embeds.dim() == 3
             if not ok or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != width:
-                raise refuse(self.call, "inputs_embeds", inputs_embeds, f"floats [B, T, {width}] with T >= 1")
+                raise refuse(self.call, "inputs_embeds", inputs_embeds, f"floating-point [B, T, {width}] with T >= 1")
             return inputs_embeds
         ok = isinstance(input_ids, Tensor) and input_ids.dtype in (torch.int64, torch.int32) and input_ids.dim() == 2
         if not ok or input_ids is None or input_ids.shape[1] == 0:
@@ -143,12 +143,13 @@ class RegardModel(RegardPreTrainedModel):
         if torch.compiler.is_exporting():
             require(not asked, self.call, "a cache cannot be exported; leave cache and use_cache out.")
             return None
+        if cache is not None:
+            instance(self.call, "cache", cache, Cache, "a transformers Cache")
         if self.gradient_checkpointing and self.training:
             given = "use_cache=True" if cache is None else "cache"
             where = "with gradient checkpointing in training; call model.eval() or leave it out"
             require(not asked, self.call, f"{given} cannot be used {where}.")
         if cache is not None:
-            instance(self.call, "cache", cache, Cache, "a transformers Cache")
             if not self.fixed_caches:
                 require_growing(cache, self.call)
             return cache
@@ -179,7 +180,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
     - attention_mask: [B, N] over all tokens so far, boolean, integer or 0.0 and 1.0, nonzero where a token is real.
       Masked tokens affect no other token, in values and in gradients.
     - position_ids: [B, T]; default: the number of real tokens before each.
-    - cache: a cache from an earlier call, which is extended; `past_key_values` is its name before transformers 5.24.
+    - cache, or by its name before transformers 5.24, past_key_values: a cache from an earlier call, which is extended.
       Models with attention in every layer also take one of fixed length, such as transformers' `StaticCache`.
     - labels: [B, T], the tokens themselves (they are shifted here), -100 where none is predicted. Masked tokens are
       neither predicted nor predicted from. The loss is 0 if no token is predicted.
@@ -248,7 +249,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             empty = "there is nothing to continue; begin with one token, such as bos_token_id"
             raise refuse(call, name, prompt, f"{axes} with T >= 1: {empty}")
         long = f"the prompt has {prompt.shape[1]} tokens, more than the model's context of {context}"
-        require(prompt.shape[1] <= context, call, f"{long}; shorten it, or raise config.max_position_embeddings.")
+        hint = "shorten it, or raise config.max_position_embeddings beyond the trained length"
+        require(prompt.shape[1] <= context, call, f"{long}; {hint}.")
         vocabulary = self.config.vocab_size
         if tokens is not None and (tokens.is_floating_point() or ((tokens < 0) | (tokens >= vocabulary)).any()):
             raise ArgumentError(arguments.outside(call, tokens, vocabulary))
@@ -342,7 +344,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         require(type(ignored) is int, call, f"ignore_index is {ignored!r}, expected an integer.")
         integers(call, "labels", labels, *logits.shape[:2])
         if labels.shape[1] == 1 and shifted is None:
-            raise ArgumentError(f"{call}: labels of one position leave nothing to predict; give more positions.")
+            raise ArgumentError(f"{call}: labels of one position leave nothing to predict; give two or more.")
         excluded = arguments.not_predicted(mask, documents, labels.shape[1])
         labels = labels if excluded is None else labels.masked_fill(excluded, ignored)
         predicted = labels[:, 1:]
@@ -367,7 +369,8 @@ def tell_step(model: nn.Module, step: int) -> None:
 def check_cache(call: str, cache: Cache, layers: int, rows: int) -> None:
     """Check that a cache that holds tokens has as many layers as the model, and keys of as many rows as the tokens."""
     if len(cache.layers) != layers and cache.get_seq_length() > 0:
-        raise ArgumentError(f"{call}: cache has {len(cache.layers)} layers, not {layers}; use model.model.new_cache().")
+        other = f"cache holds {len(cache.layers)} layers of another model, expected {layers}"
+        raise ArgumentError(f"{call}: {other}; use model.model.new_cache().")
     every = (getattr(layer, "keys", None) for layer in cache.layers)  # of a quantised cache maybe empty
     held = next((keys.shape[0] for keys in every if keys is not None and keys.dim() == 4), rows)
     if held != rows:

@@ -49,7 +49,8 @@ class RegardConfig(PreTrainedConfig):
         vocab_size, hidden_size: number of tokens V, and model width C.
         num_hidden_layers, num_attention_heads: number of layers, and of attention heads per layer.
         mixers: one spec (text, preset or `Spec`) for all layers, or one for each; stored as a list of canonical texts.
-        max_position_embeddings: longest sequence in training and prompt of `generate`; longer ones can be computed.
+        max_position_embeddings: longest sequence in training. Longer ones can be computed, but `generate` raises
+            an error for longer prompts.
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: use the embedding matrix as the output matrix.
         use_cache: return a cache from calls outside training.

@@ -1,6 +1,7 @@
 """Loading of saved models that treats a mismatch as an error.
 
-transformers initialises missing tensors at random, ignores unknown ones and only warns; that is not the trained model.
+transformers initialises missing tensors at random, ignores unknown ones and only warns; the model that results is not
+the one that was trained.
 """
 
 from collections.abc import Mapping

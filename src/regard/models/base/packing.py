@@ -79,7 +79,7 @@ class Documents:
         faults = dict(self.faults)
         if cache_asked:
             hint = "call with use_cache=False (the default in training), or give each document its own row"
-            faults[f"{self.packed}, and a cache was asked for; it holds one per row: {hint}"] = self.begins.any()
+            faults[f"{self.packed}, and a cache, which holds one per row, was asked for; {hint}"] = self.begins.any()
         if torch.compiler.is_compiling() and (cache_asked or not cache_kept):
             for message, flag in faults.items():
                 torch._assert_async(~flag, f"{call}: {message}.")

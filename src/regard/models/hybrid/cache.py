@@ -31,8 +31,13 @@ class RegardCacheLayer(StateCacheLayer):
 
     held = ("linear_state",)
     positional = ("linear_state",)
-    update_refusal = "this layer holds sums, which regard.nn.Attention updates; for keys use a DynamicCache."
-    no_way_back = "tokens cannot be removed from sums, as assistants do; give a transformers.DynamicCache, or none."
+    update_refusal = (
+        "this layer holds sums, which regard.nn.Attention updates; for keys and values use a transformers.DynamicCache."
+    )
+    no_way_back = (
+        "tokens cannot be removed from sums, as assisted decoding does; leave the cache out or give a "
+        "transformers.DynamicCache, which keeps keys and values."
+    )
     linear_state: LinearState | None
 
 
@@ -48,8 +53,9 @@ class MemoryCacheLayer(StateCacheLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row b by row `beam_idx[b]`; raise `ArgumentError` if the rows share one memory."""
-        text = "beam search needs a memory for every beam, but rows share one; give shared=False in memory_options."
-        require(not getattr(self.memory, "shared", False), "MemoryCacheLayer", text)
+        shared = "beam search needs a memory for every beam, and this one is shared by the batch"
+        hint = "sample or decode greedily, or build the model with shared=False in its memory_options"
+        require(not getattr(self.memory, "shared", False), "MemoryCacheLayer", f"{shared}; {hint}.")
         super().reorder_cache(beam_idx)
 
 

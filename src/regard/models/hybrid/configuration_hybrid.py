@@ -41,11 +41,12 @@ class HybridConfig(RegardConfig):
         mixers: one for all layers, or one for each: an attention spec (text, preset or `Spec`) or the name of a token
             mixer (`regard.models.token_mixers`: "gated-deltanet", ...). Stored as a list of canonical texts.
         mixer_options: options of token mixers, such as {"gated-deltanet": {"num_heads": 8}}, or their JSON text.
-        window: attention sees, and the cache keeps, the last `window` tokens; None for all; one value or one per layer.
+        window: attention sees the last `window` tokens, and the cache keeps only these; None for all tokens; one value
+            for all layers or a list with one per layer.
         training_window: window, in training, of the attention layers without one, in a share `training_window_share` of
             the steps (pSWA, section 4.2 of the fast-weight paper, Finding 3). `training_window_seed` and the number of
-            the step, which the trainer sets (without it forward passes count), decide which, so that all processes and
-            resumed runs agree.
+            the step decide which steps, so that all processes and resumed runs agree. The trainer sets that number;
+            without it forward passes are counted.
         output_gate: gated attention (see `regard.nn.Attention`).
         output_norm: an RMS norm of every head's output (see `regard.nn.Attention`).
         rotary_share: share of a head's channels with rotary positions, above 0 and at most 1.
@@ -118,8 +119,8 @@ class HybridConfig(RegardConfig):
         """Return a model of the fast-weight paper (section 4.1, Table 3), by default in the paper's size.
 
         Args:
-            name: "GDN", "GDN+SWA", "GDN+FA" (mixed: every fourth layer is attention), "FA", one of the last two with
-                "-pSWA", or "LaCT".
+            name: "GDN", "GDN+SWA", "GDN+FA", "FA", one of the last two with "-pSWA", or "LaCT". In the mixed ones every
+                fourth layer is attention.
             memories: as the field.
             fields: of this class, instead of the paper's. `window` is that of SWA, pSWA and LaCT.
 
@@ -238,7 +239,7 @@ class HybridConfig(RegardConfig):
                 within(self.call, "temperatures", temperature.require, self.call, mixer)
                 within(self.call, "ridges", ridge.require, self.call, mixer)
             elif not temperature.neutral or str(ridge) != "fixed":
-                raise ArgumentError(f"{self.call}: {mixer} takes neither a temperature nor a ridge; give it 'fixed'.")
+                raise ArgumentError(f"{self.call}: {mixer} takes neither a temperature nor a ridge; give 'fixed'.")
         self.temperatures = [str(rule) for rule in temperatures]
         self.ridges = [str(rule) for rule in ridges]
         places = self.layer_memories()

@@ -187,7 +187,8 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
 class HybridForCausalLM(HybridPreTrainedModel, RegardForCausalLM):
     """The causal language model; `RegardForCausalLM` describes its call and `hybrid_cache` its cache.
 
-    Every call without a cache begins with empty memories. `hybrid.memories` freezes, flushes, saves those of a cache.
+    Without a cache, every call begins with empty memories. `regard.models.hybrid.memories` freezes, flushes, saves and
+    restores the memories in a cache.
 
     >>> import torch
     >>> from regard.models import HybridConfig, HybridForCausalLM

@@ -94,7 +94,8 @@ States = tuple[Any, ...]  # what a mixer keeps, in the order of `cache_layer.hel
 
 
 class StateMixer(TokenMixer):
-    """A token mixer with states of fixed size in a `StateCacheLayer`, for which a subclass defines `advance` alone."""
+    """A token mixer with states of fixed size in a `StateCacheLayer`; a subclass defines `advance`. Padding, packed
+    documents and the cache are handled here."""
 
     honours_segments = True
     cache_layer: ClassVar[type[StateCacheLayer]]

@@ -27,7 +27,8 @@ class ICLMConfig(RegardConfig):
     The model has two streams: covariates phi, and the function f whose kernels compare them.
 
     Args:
-        num_hidden_layers: L, even: L/2 pairs of a covariate block and an f block, each with a feed-forward layer.
+        num_hidden_layers: L, even: L/2 pairs of a covariate block (attention and feed-forward layer on phi) and an f
+            block (attention and feed-forward layer on f).
         num_attention_heads: heads of the covariate attention and, unless `f_attention_heads` is given, of f.
         mixers: kernels kappa of the f attention: one spec for all, or a list with one per pair.
         phi_mixers: the same for the covariate attention.
@@ -49,7 +50,8 @@ class ICLMConfig(RegardConfig):
             E(w|f) at f = 0; "exact": E(w|f_{j,k}) of step k.
         gd_steps: K, a divisor of L/2: functional gradient steps of L/2/K consecutive pairs each (equation 10). More
             than one requires `expectation="exact"`: E is then computed K - 1 times, at O(T V d_f) each.
-        d_phi, d_f: widths of the streams; default `hidden_size`, which becomes `d_f`, that of embeddings and output.
+        d_phi, d_f: widths of the streams; default `hidden_size`. `d_f`, the width of embeddings and output, becomes the
+            `hidden_size`.
         tie_phi: initialise the covariates with the first d_phi channels of the embeddings; False: a second table.
         norm_values: apply LayerNorm to the embeddings that f averages.
         rope_theta: base of the wavelengths of the rotary positions.
@@ -99,7 +101,8 @@ class ICLMConfig(RegardConfig):
     @classmethod
     def preset(cls, name: str, *, variant: str | None = None, **changes: Any) -> ICLMConfig:
         """Return a size of the paper, with the GPT-2 vocabulary: "small" (8 layers, width 512), "medium" (12, 512) or
-        "large" (24, 1024). The default variant is the paper's: "full", "wv" for large. `changes` are further fields."""
+        "large" (24, 1024). The default variant is the paper's: "full", but "wv" for large. `changes` are further
+        fields."""
         known = ", ".join(map(repr, PRESETS))
         require(name in PRESETS, "ICLMConfig.preset", f"unknown size {name!r}, expected one of {known}.")
         fields = {"vocab_size": 50257, **PRESETS[name], **({} if variant is None else {"variant": variant}), **changes}
@@ -119,7 +122,8 @@ class ICLMConfig(RegardConfig):
     def normalise(self) -> None:
         positive_int(self.call, "num_hidden_layers", self.num_hidden_layers)
         if self.num_hidden_layers % 2:
-            raise refuse(self.call, "num_hidden_layers", self.num_hidden_layers, "an even number: pairs of blocks")
+            expected = "an even number: pairs of a covariate block and an f block"
+            raise refuse(self.call, "num_hidden_layers", self.num_hidden_layers, expected)
         super().normalise()
         for name in ("rope_theta", "layer_norm_eps"):
             number(self.call, name, getattr(self, name), low=0.0, strict=True)

@@ -1,7 +1,8 @@
 """Exact attribution of an ICLM's logits to context tokens, layers and heads.
 
 Without feed-forward layers f of a slot is sum_{l,h,j} A_lh[i,j] P_lh r_j: weights that do not depend on f, times
-vectors that each belong to one context token. Output matrix and last LayerNorm, for a fixed divisor s_i, are linear:
+vectors that each belong to one context token. The last LayerNorm is linear for a fixed divisor s_i, and so is the
+output matrix:
 
     logit_i(v) = sum_{l,h,j} A_lh[i,j] d_v . P_lh r_j / s_i  +  sum_l d_v . m_li / s_i  +  w_v . b,
     d_v = g w_v - mean(g w_v),   g, b gain and bias of the LayerNorm,   m_li output of the feed-forward layer l
@@ -32,7 +33,8 @@ class Contributions:
     """The parts of an ICLM's logits. Tensors of size V are computed only when asked for.
 
     Every method takes `tokens`, those whose logits are explained: integers [M] for all positions, [B, Q, M] for each
-    position, or None for the vocabulary (M = V; B Q T V values of `per_token`: take few positions or `vocabulary()`).
+    position, or None for the whole vocabulary (M = V). `per_token` then returns B Q T V values: explain few positions,
+    or iterate over `vocabulary()`.
 
     Attributes:
         input_ids: [B, T].

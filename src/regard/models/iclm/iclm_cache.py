@@ -20,7 +20,8 @@ from ..base.cache_layers import OwnCacheLayer
 
 
 class ICLMCache(Cache):
-    """Layers for the covariate blocks, the f blocks and the values of all f blocks; `start`: with a start slot."""
+    """Layers for the covariate blocks, the f blocks and the values that all f blocks share, in this order; `start` says
+    whether there is a start slot before the first token."""
 
     def __init__(self, covariate_layers: int, function_layers: int, start: bool) -> None:
         slots: list[Any] = [SlotLayer(start) for _ in range(covariate_layers)]

@@ -26,13 +26,13 @@ from ...checks import ArgumentError, require
 from ...nn import Attention, FunctionalGradient, HookPoint, expected_embedding, feed_forwards, rotary_angles
 from ...nn.arguments import plain_table
 from ...nn.functional_gradient import mean_embedding
-from ...nn.shifted_pairs import pair_rows
+from ...nn.shifted_pairs import Pairs, pair_rows
 from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel
 from ..base.catalogue import LanguageModel, language_models
 from ..base.loading import RegardPreTrainedModel
 from .configuration_iclm import ICLMConfig
 from .contributions import Contributions, trace
-from .iclm_cache import ICLMCache
+from .iclm_cache import ICLMCache, PairLayer
 from .slots import Slots, scatter_tokens
 
 Angles = tuple[Tensor, Tensor]
@@ -63,10 +63,17 @@ class CovariateBlock(GradientCheckpointingLayer):
         if config.phi_mlp != "none":
             self.mlp = ICLMFeedForward(config.phi_mlp, config.d_phi, config.intermediate_size, config.layer_norm_eps)
 
-    def forward(self, phi: Tensor, *how: Any) -> tuple[Tensor, Tensor | None]:
-        """Return phi [B, R, C] after the block, and attention weights [B, H, R, S] or None; `how` are further arguments
-        of `Attention`."""
-        attended, weights = self.attn(self.norm(phi), *how)
+    def forward(
+        self,
+        phi: Tensor,
+        angles: Angles,
+        mask: Tensor | None = None,
+        past_key_values: ICLMCache | None = None,
+        output_attentions: bool = False,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return phi [B, R, C] after the block, and attention weights [B, H, R, S] or None."""
+        attended, weights = self.attn(self.norm(phi), angles, mask, past_key_values, output_attentions, segment_ids)
         phi = phi + attended
         return phi if self.mlp is None else phi + self.mlp(phi), weights
 
@@ -88,14 +95,21 @@ class FunctionBlock(GradientCheckpointingLayer):
         self.hook_out = HookPoint()
 
     def forward(
-        self, f: Tensor, side: Tensor | None, phi: Tensor, values: Tensor, *how: Any
+        self,
+        f: Tensor,
+        side: Tensor | None,
+        phi: Tensor,
+        values: Tensor,
+        angles: Angles | None,
+        pairs: Pairs | None = None,
+        cache: PairLayer | None = None,
+        output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return f [B, R, E] and side after the block, and weights [B, H, rows, n] or None.
 
-        `side` is the sum of the feed-forward outputs that are kept apart from f; phi is [B, R, C], values [B, n, E];
-        `how` are further arguments of `FunctionalGradient`.
+        `side` is the sum of the feed-forward outputs that are kept apart from f; phi is [B, R, C], values [B, n, E].
         """
-        update, weights = self.attn(self.norm(phi), values, *how)
+        update, weights = self.attn(self.norm(phi), values, angles, pairs, cache, output_attentions)
         f = f + update
         if self.mlp is not None:
             added = self.mlp(f)
@@ -241,7 +255,8 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
         differ = "cache is for {} covariate and {} f blocks, the model has {} and {}".format(*cached, *blocks)
         require(cached == blocks, self.call, f"{differ}; use model.model.new_cache().")
         rows = next((x.shape[0] for x in cache.shared.grown.values()), batch)
-        require(rows == batch, self.call, f"cache has {rows} sequences, but the input has {batch}; use one per batch.")
+        differ = f"cache has {rows} sequences, but the input has {batch}; use one cache per batch."
+        require(rows == batch, self.call, differ)
         return cache
 
     def _angles(self, positions: Tensor, heads: Any, dtype: torch.dtype) -> Angles:

@@ -37,8 +37,9 @@ class MemoryMosaicConfig(RegardConfig):
         look_ahead: of values: "sum", v + c v', or "convex", c v + (1 - c) v'.
         key_eps: added to the length that keys are divided by.
         scale_limit, persistent_scale_limit: upper limits of log beta^2 of the contextual and the persistent memories.
-        learned, bandwidth_start ("wide" or "spec"), uniform_gradient ("straight-through" or "hard"): as learned, start
-            and uniform_gradient of `regard.nn.ContextualMemory`.
+        learned: parameters of the specs that are learned per head, of h, bias, margin, alpha, r, ridge.
+        bandwidth_start: initial value of fixed bandwidths: "wide" or "spec" (`start` of `regard.nn.ContextualMemory`).
+        uniform_gradient: gradient of 0/1 weights: "straight-through" or "hard".
         bias: biases in projections and norms.
         norm_eps: of LayerNorm.
         scale_logits: divide the logits by sqrt(C).

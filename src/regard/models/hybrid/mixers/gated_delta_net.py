@@ -4,7 +4,8 @@ Projections, convolution and recurrence are those of transformers' Qwen3-Next: p
 flash-linear-attention's kernels on a GPU if it is installed. Beyond transformers, padding may be anywhere in a row, the
 state continues over calls of any length, and packed documents are separated on every device (`regard.delta_rule`).
 
-Shapes: B batch, T tokens, C model width, H heads, D channels of a head, W width and G = 3 H D channels of convolutions.
+Shapes: B batch, T tokens, C model width, H heads, D channels of a head, W width of the convolution, G = 3 H D its
+channels.
 """
 
 from collections.abc import Mapping

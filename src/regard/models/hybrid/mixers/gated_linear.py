@@ -1,4 +1,5 @@
-"""Gated linear attention (GLA, Yang et al. 2023, arXiv:2312.06635): key channels forget at rates that tokens set."""
+"""Gated linear attention (GLA, Yang et al. 2023, arXiv:2312.06635): every channel of the keys forgets at a rate of its
+own, which depends on the token."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from ....recurrent.states import State
 from ..token_mixers import Heads, RecurrentMixer, decaying_attention, token_mixers
 
 RANK = 16  # of the projection that gives the rates
-SHARE = 16.0  # the root of the sigmoid that is taken, so that rates are near one at first
+SHARE = 16.0  # which root of the sigmoid is taken, so that rates are near one at first
 
 
 @token_mixers.register("gla")

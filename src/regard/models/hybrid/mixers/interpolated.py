@@ -43,7 +43,8 @@ class InterpolatedMixer(Attention, TokenMixer):
     ) -> tuple[Tensor, None]:
         """Return [B, H, T, D] and None; observers receive the diagnostics of the weights that average the residuals."""
         if not seen.is_causal:
-            raise ArgumentError("InterpolatedMixer: cache has a fixed length, not one that grows; use new_cache().")
+            grows = "cache has a fixed length, and the trend needs a cache that grows"
+            raise ArgumentError(f"InterpolatedMixer: {grows}; use model.model.new_cache().")
         if self.observer is not None:
             super()._attend(query, key, value, seen, False, local)
         given: dict[str, Any] = {n: getattr(seen, n) for n in ("attn_mask", "exclude_self", "segment_ids")}
