@@ -94,7 +94,8 @@ def check_shared(
 ) -> None:
     """Check that shared queries and keys have equally many heads; `name` is that of the number of the latter."""
     need = f"{num_heads} query heads need {num_heads} key/value heads, not {num_kv_heads}"
-    require(not share_query_key or num_heads == num_kv_heads, call, f"{need}; leave {name} or share_query_key out.")
+    text = f"share_query_key uses the keys as queries, so {need}; leave {name} or share_query_key out."
+    require(not share_query_key or num_heads == num_kv_heads, call, text)
 
 
 def check_heads(

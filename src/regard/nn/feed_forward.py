@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..registry import Registry
 
 feed_forwards: Registry[Any] = Registry("feed-forward", "regard.feed_forwards")
-"""Name to class: `cls(hidden_size, intermediate_size)` maps [B, T, C] to [B, T, C]; `cls.width(C)` is F by default."""
+"""Name to class: `cls(hidden_size, intermediate_size)` maps [B, T, C] to [B, T, C]; `cls.width(C)` is the default F."""
 
 
 @feed_forwards.register("swiglu")

@@ -52,7 +52,8 @@ class FunctionalGradient(nn.Module):
 
     Attributes:
         observer, observe_weights: as in `regard.nn.Attention`; diagnostics are not divided by the number of pairs.
-        hook_pattern: sees the final weights [B, H, rows, n], computed densely while it is hooked, and may replace them.
+        hook_pattern: sees the final weights [B, H, rows, n] and may replace them; while a hook is registered they are
+            computed densely.
         hook_out: sees the update [B, R, E].
 
     Cost: scores cost H D per pair; "full" averages H E channels per pair, "wv" and "slice" E.
@@ -172,7 +173,8 @@ class FunctionalGradient(nn.Module):
         text = "pairs are of several documents, but a cache was given, which holds one per row; leave one of them out."
         require(cache is None or pairs is None or pairs.segments is None, CALL, text)
         if is_causal and cache is None and n != rows - 1:
-            raise ArgumentError(f"{CALL}: {n} values for {rows} covariates, expected one less: the last has none yet.")
+            why = "value j follows covariate j, and the last covariate has no value yet"
+            raise ArgumentError(f"{CALL}: {n} values for {rows} covariates, expected one less: {why}.")
 
     def _values(self, values: Tensor, last: int) -> Tensor:
         """Return what the heads average of the last values [B, n, E]: [B, H or 1, last, Dv]."""

@@ -1,6 +1,7 @@
 """Observers of memory layers: statistics of slots for training logs, and a trace of who wrote each slot.
 
-An observer, `observer` of a memory layer or (by `observed`) of all in a model, sees reads and writes and changes none.
+An observer is set as the `observer` of a memory layer, or of all layers of a model by `observed`. It receives every
+read and write, and changes nothing.
 
 Shapes: M memories, N = n^2 slots, P tokens of one chunk, K slots of a token, W writers kept of a slot, R reads.
 Positions count the real tokens of a row, from the start of its stream; rows are those of the batch.
@@ -254,7 +255,8 @@ class WriterTrace(MemoryObserver):
 
     def retrieved(self) -> Retrieved:
         """Return all reads so far; raise ArgumentError if there is none."""
-        require(bool(self._reads), "WriterTrace.retrieved", "it recorded no read; call the model in `observed(...)`.")
+        text = "the trace recorded no read; call the model inside `observed(...)`."
+        require(bool(self._reads), "WriterTrace.retrieved", text)
         row, position, slots, weights, writers = zip(*self._reads, strict=True)
         wrote = Writers(*map(torch.cat, zip(*writers, strict=True)))
         return Retrieved(torch.cat(row), torch.cat(position), torch.cat(slots), torch.cat(weights), wrote)

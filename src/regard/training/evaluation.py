@@ -116,7 +116,8 @@ def evaluate(
 
 
 def mean_support(model: nn.Module, input_ids: Tensor) -> float | None:
-    """Return the mean number of keys with nonzero weight, as `row_means`; None if no layer reports diagnostics."""
+    """Return the mean number of keys with nonzero weight per query for int64 [B, C], over layers, heads and positions;
+    None if no layer reports diagnostics."""
     return row_means(model, input_ids).get("support")
 
 

@@ -179,7 +179,8 @@ class Attention(nn.Module):
             segment_ids: integers [B or 1, T] of packed documents: a token attends only to its own run of equal numbers.
 
         Returns:
-            Output [B, T, C], and weights [B, H, T, Tk] or None. A cache with a window counts in Tk what it still holds.
+            Output [B, T, C], and weights [B, H, T, Tk] or None. With a window and a cache, Tk counts the tokens that
+            the cache still holds.
 
         Raises:
             ArgumentError: a wrong rank, dtype or shape; a cache without `layer_idx`, or with `segment_ids`; more tokens
@@ -236,8 +237,8 @@ class Attention(nn.Module):
         return layer
 
     def _places(self, layer: Any, mask: Tensor | None, tokens: int, device: torch.device) -> Tensor:
-        """Return which places of a cache of fixed length each token sees, boolean [B or 1, 1 or H, T, K]; to be asked
-        before `update`, after which the cache returns all K places.
+        """Return which of the K places of a cache of fixed length each token sees, boolean [B or 1, 1 or H, T, K]; to
+        be asked before `update`, which returns all places, filled or not.
 
         `mask` is boolean [B, N] or [B, 1 or H, T, N]; further columns are of places that are not filled yet. More
         tokens than places (checked on a CPU, where it costs no waiting) are an ArgumentError, unless the places are

@@ -92,7 +92,8 @@ class LearnedRidge(Ridge):
 class LearnedRidgePerDimension(LearnedRidge):
     """As "learned", with one value per channel of a head, in the coordinates after rotation.
 
-    With rotary positions, predictions then depend on absolute positions, which decide what direction has which ridge.
+    With rotary positions, predictions then depend on absolute positions: a rotation of all keys and queries changes
+    which directions have which ridge.
     """
 
     def numbers(self, dim: int) -> int:

@@ -74,7 +74,7 @@ def check_angles(call: str, angles: tuple[Tensor, Tensor], sizes: tuple[int, int
     """Check that cos and sin are each [B or 1, T, R/2] with R <= D, for `sizes` (B, T, D), on the device of `like`."""
     batch, tokens, dim = sizes
     for name, x in zip(("cos", "sin"), angles, strict=True):
-        tensor(call, name, x, "B or 1", tokens, "R/2", like=like, of=of)
+        tensor(call, name, x, "B or 1", tokens, "R/2", like=like, of=of, why=f", T as in {of}")
         if (x.shape[0] != 1 and x.shape[0] != batch) or 2 * x.shape[2] > dim or x.shape[2] != angles[0].shape[2]:
             rows = "1" if batch == 1 else f"{batch} or 1"
             expected = f"[{rows}, {tokens}, R/2] for both cos and sin, with R at most {dim}, the channels of a head"

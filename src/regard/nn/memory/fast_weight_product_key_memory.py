@@ -202,7 +202,8 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         observer.on_tokens(inputs.gate, tokens.counted, tokens.non_finite)
 
     def flush(self, state: FastWeightState) -> FastWeightState:
-        """Return the state with its waiting tokens written (none if frozen), as at the end of a document."""
+        """Return the state with its waiting tokens written, at the end of a document or before a question about it. A
+        frozen memory writes nothing."""
         return state if self.frozen else flush(state, self.settings, observer=self.observer)
 
     @torch.inference_mode(False)
@@ -225,7 +226,8 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         return self.keys, self.values, self._held
 
     def restore(self, snapshot: tuple[Tensor, Tensor, FastWeightState | None]) -> None:
-        """Set a resident memory back to a `snapshot`. Raise ArgumentError for another shape or memory."""
+        """Set a resident memory back to what `snapshot` returned. Raise ArgumentError if that was taken from a
+        memory of another shape, or if this one is not resident."""
         call = f"{CALL}.restore"
         require(self.resident, call, "only a resident memory keeps something; pass the state instead.")
         for name, tensor, held in zip(("keys", "values"), snapshot, (self.keys, self.values), strict=False):

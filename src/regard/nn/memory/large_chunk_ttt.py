@@ -77,8 +77,8 @@ class LargeChunkTTT(nn.Module):
 
     Parameters: 4 C^2 + 3 C F + 4 C + 5 Hf (C + 1) + D with momentum; with C = 768, Hf = 4, F = D they are 2,820,308.
 
-    A token that is not finite gets NaN and keeps its place, but is not attended to or learned from; under
-    `regard.checks.debug` it is an error.
+    A token whose hidden state is not finite gets the output NaN and keeps its place, but it is neither attended to nor
+    learned from; under `regard.checks.debug` it is an error.
 
     Raises:
         ArgumentError: sizes that do not divide, numbers out of range, or an unknown optimizer.

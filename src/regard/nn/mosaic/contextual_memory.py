@@ -108,8 +108,9 @@ def _starts(spec: Spec, dim: int, names: Sequence[str], start: str) -> dict[str,
     first = {name: float(spec.params[name].default) for name in learnable}
     for name, value in first.items():
         above = 1.0 if name == "alpha" else 0.0
-        low = f"{name} is {value} in {spec}, learned as its log; start it above {above}, or leave it out of learned."
-        require(name == "bias" or value > above, CALL, low)
+        low = f"{name} is {value} in {spec}, learned as a logarithm"
+        hint = f"start it above {above}, or leave it out of learned"
+        require(name == "bias" or value > above, CALL, f"{low}; {hint}.")
     if start == "spec":
         return first
     threshold = wide_threshold(dim)
@@ -146,7 +147,8 @@ class ContextualMemory(PerHead):
     Attributes:
         observer, observe_weights: as in `regard.nn.Attention`.
         hook_k, hook_v: see unit keys [B, H, T, D] and the values of the pairs that these tokens complete.
-        hook_pattern: sees the weights [B, H, T, N] of `forward`, dense while it is hooked, and may replace them.
+        hook_pattern: sees the weights [B, H, T, N] that `forward` returns and may replace them; while a hook is
+            registered they come from the dense reference.
         hook_out: sees the output [B, T, C].
 
     Raises:

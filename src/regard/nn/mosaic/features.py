@@ -5,7 +5,8 @@
 
 (sparse-attention paper, equation 10). A value looks one token ahead: a key encodes the tokens seen, its value the next
 one. Parametrisations and initial values are those of the released programs (Memory Mosaics, Zhang et al. 2025,
-github.com/facebookresearch/MemoryMosaics): parameters per head are stored divided by ten, to share a learning rate.
+github.com/facebookresearch/MemoryMosaics): parameters per head are stored divided by ten, so that one learning rate
+suits them and the matrices.
 
 Shapes: B batch, T tokens, C model width, H heads, D channels of a head.
 """
@@ -86,7 +87,8 @@ class KeyFeatures(PerHead):
     """Unit keys: the normalised leaky average of a projection, with a decay of |10 rate| nats per token and head.
 
     `average` multiplies the sum by 1 - e^-rate, as the released programs do; it matters only if `eps` is not 0. `eps`,
-    added to the length that keys are divided by, is 0 in the paper and 1e-6 or 1e-10 in released programs.
+    added to the length that keys are divided by, is 0 in the paper and 1e-6 or 1e-10 in released programs; zero
+    vectors are safe with any value.
     """
 
     rate: Tensor

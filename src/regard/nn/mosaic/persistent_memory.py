@@ -135,6 +135,7 @@ class PersistentMemory(PerHead):
 def persistent_spec(call: str, given: str | Spec) -> Spec:
     """Return the spec of a persistent memory, after checking that it is normalised and needs no probe."""
     spec = as_spec(given, call)
-    text = f"spec: {spec} is no normalised spec, or needs a probe learned from the tokens; take one such as softmax."
-    require(bool(spec.weighting.normalised) and "probe" not in spec.params, call, text)
+    problem = f"spec: {spec} has weights that do not sum to one, or needs a probe learned from the tokens"
+    hint = "a persistent memory needs a normalised spec, such as softmax or biweight"
+    require(bool(spec.weighting.normalised) and "probe" not in spec.params, call, f"{problem}; {hint}.")
     return spec

@@ -36,7 +36,8 @@ class TaskBudget:
     Attributes:
         steps: the most optimiser steps.
         batch: examples of a step.
-        learning_rate: the highest, after the share `warmup` of the steps; a cosine leads to `final_share` of it.
+        learning_rate: the highest, reached after the share `warmup` of the steps; a cosine leads from there to the
+            share `final_share` of it.
         weight_decay: of matrices.
         clip: largest norm of the gradient.
         optimizer: "adamw", or "muon" for the matrices of hidden layers (`MuonAdamW`).
@@ -126,7 +127,7 @@ class Checkpoints:
 
     Attributes:
         run: the run folder.
-        every: steps between checkpoints, of which one is also after the last step; 0 for none.
+        every: steps between checkpoints, with one also after the last step; 0 for no checkpoints.
         keep: checkpoints to keep.
         last: the checkpoint to continue from.
     """
