@@ -45,7 +45,8 @@ class Registry(Generic[T]):
         self._loaded = False
 
     def register(self, name: str, *aliases: str) -> Callable[[T], T]:
-        """Return a decorator that registers an object as `name` and `aliases`; a class without own `name` gets it."""
+        """Return a decorator that registers an object under `name` and `aliases`, and gives a class without a `name` of
+        its own this one."""
 
         def add(obj: T) -> T:
             keys = (name, *aliases)

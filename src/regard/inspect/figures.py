@@ -44,7 +44,8 @@ ACROSS = 6
 
 @dataclass(frozen=True)
 class Curve:
-    """Loss curve of one model, in bits per character: of training, and of held-out text, whose last is the result."""
+    """Loss curve of one model, in bits per character: training loss, and loss on held-out text, whose last is the final
+    result."""
 
     name: str
     steps: tuple[int, ...]

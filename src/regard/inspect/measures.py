@@ -24,7 +24,8 @@ class AttentionMaps:
             linear layer. Weights that the kernel makes exactly zero are exactly zero.
         support: [L, H, T], float32: number of keys with nonzero weight.
         density: [L, H, T], float32: their share of the visible keys; None if it was not measured.
-        solver: for each layer the statistics of its local linear systems by name, [H, T], float32; empty without.
+        solver: for each layer the statistics of its local linear systems by name, [H, T], float32; empty for other
+            layers.
     """
 
     labels: tuple[str, ...]

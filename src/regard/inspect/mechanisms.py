@@ -134,7 +134,8 @@ class Copying:
     """Weight that the heads of a layer give to columns with the wanted token.
 
     Attributes:
-        weight: [H], the sum of A_ij over columns j that hold the token wanted in row i, the mean over rows with such j.
+        weight: [H], the sum of A_ij over the columns j that hold the token wanted in row i, as the mean over all rows
+            with such a column.
         uniform: the same under uniform attention.
         rows: number of these rows; 0 rows give weight 0.
     """

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..checks import require
+from ..checks import ArgumentError, require
 from ..nn.memory_trace import Retrieved
 
 HIT = "[HIT]"
@@ -140,8 +140,8 @@ def slot_readings(
     Raises:
         ArgumentError: labels do not match the tokens, or a position is out of range.
     """
-    fit, out = all(0 <= position < len(tokens) for position in positions), f"out of range for {len(tokens)} tokens"
-    require(fit, "slot_readings", f"positions {sorted(positions)} are {out}.")
+    if any(not 0 <= position < len(tokens) for position in positions):
+        raise ArgumentError(f"slot_readings: positions {sorted(positions)} are out of range for {len(tokens)} tokens.")
     wanted, readings = set(positions), []
     for layer, seen in retrieved.items():
         for at in (seen.row == row).nonzero()[:, 0].tolist():

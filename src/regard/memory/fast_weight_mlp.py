@@ -159,7 +159,8 @@ class NetworkMemory(ChunkMemory):
     def run(
         self, call: str, new: Tensors, weights: SwiGLU, state: N | None, where: tuple[Any, Any], frozen: bool
     ) -> tuple[Tensor, N]:
-        """Return what the tokens `new` read, in their dtype, and the state after; `where`: mask and segment ids."""
+        """Return what the tokens `new` read, in the dtype of their queries, and the state after them, after checking
+        `frozen` and `where`, the mask and the segment ids."""
         query = new["query"]
         flag(call, "frozen", frozen)
         check_tokens(call, query, *where, self.shared)
@@ -189,7 +190,8 @@ class FastMLPMemory(NetworkMemory):
         chunk_size: tokens between two writes, >= 2; it may change from call to call.
         learning_rate: eta >= 0.
         target: "mean", (v_t + v_{t+1}) / 2, or "look-ahead", v_{t+1}.
-        shared: one network for the batch, whose chunks count columns in which any row has a token; else one a sequence.
+        shared: one network for the whole batch; a chunk counts the columns in which any row has a token. Otherwise each
+            sequence has its own.
         meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
 
     Raises:

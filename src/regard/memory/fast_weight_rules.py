@@ -63,7 +63,8 @@ def normalized(tokens: Written) -> Tensor:
     increases its errors.
 
     S, the share of the step that the token itself sees, is the sum over its slots of W^2 / m: W is the weight that all
-    heads together give the slot, m the number of heads that selected it. Without weights the step is 1, the shares 0.
+    heads together give the slot, m the number of heads that selected it. A token that gives no slot weight has step 1:
+    its shares are 0.
     """
     weights, slots = tokens.weights.flatten(-2), tokens.slots.flatten(-2)
     if tokens.slots.shape[-2] == 1:

@@ -70,7 +70,8 @@ class SlotMemory(ChunkMemory):
             call to call.
         spec: of the weights of a token's K selected slots, all heads together (`product_key.slot_weights`).
         score: of the halves, "idw" or "dot"; eps, > 0, is added to squared distances.
-        shared: one memory for the batch, whose chunks count columns in which any row has a token; else one a sequence.
+        shared: one memory for the whole batch; a chunk counts the columns in which any row has a token. Otherwise each
+            sequence has its own.
         mix: return g v^ + (1 - g) v (equation 24), or v^ + v without gates, instead of v^.
         meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
         storage: dtype of written values; None for that of `values`.

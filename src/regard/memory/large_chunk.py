@@ -171,7 +171,8 @@ def large_chunk_ttt(
     Args:
         query, key, value: [B, T, H, D].
         rates: eta >= 0, [B, T, H, 3] of gate, up and down.
-        weights: gate [H, F, D], up [H, F, D], down [H, D, F]: the first of every sequence or document that begins here.
+        weights: gate [H, F, D], up [H, F, D], down [H, D, F]: the first weights of every sequence or document that
+            begins in this call.
         memory: how the networks are read and written; None for the defaults.
         share: m_t of the momentum, [B, T, H]; needed only by optimisers with momentum.
         state, mask, segment_ids, frozen: as in `fast_weight_memory`. A token that is not finite reads 0 and is not

@@ -354,8 +354,8 @@ def check_chunk(call: str, chunk_size: object, least: int) -> int:
 
 def check_held(call: str, name: str, tokens: Tensor) -> None:
     """Check that `tokens` hold data, since what a memory writes depends on it."""
-    none = f"{name} is on the meta device, where it holds no data, which a write needs. Move it with .to()."
-    require(tokens.device.type != "meta", call, none)
+    why = f"{name} is on the meta device, where it holds no data, which a write needs. Move it with .to()."
+    require(tokens.device.type != "meta", call, why)
 
 
 def check_meta_grad(call: str, meta_grad: object) -> int:

@@ -87,9 +87,11 @@ def _ridge(ridge: float | Tensor, query: Tensor) -> tuple[float, dict[str, Tenso
     return 0.1, {"ridge": ridge}
 
 
-def _make(spec: Spec | str, ridge: float, solver: str | Solver, ridge_mode: str, *steps: Any) -> Spec:
-    """Return the weights of `spec` with this local linear model; `steps` are max_iter and tol."""
-    options = {"degree": 1, "ridge": ridge, "solver": _solver(solver, *steps), "ridge_mode": ridge_mode}
+def _make(
+    spec: Spec | str, ridge: float, solver: str | Solver, ridge_mode: str, max_iter: int | None, tol: float | None
+) -> Spec:
+    """Return the weights of `spec` with this local linear model."""
+    options = {"degree": 1, "ridge": ridge, "solver": _solver(solver, max_iter, tol), "ridge_mode": ridge_mode}
     return within(CALL, "spec", replace, as_spec(spec, CALL), **options)
 
 

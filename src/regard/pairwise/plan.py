@@ -56,7 +56,8 @@ class Plan(NamedTuple):
 
 def plan_of(spec: Spec, tensors: Tensors, options: tuple[Any, ...], others: tuple[Any, Any, Any], impl: str) -> Plan:
     """Return the plan of a call with options (is_causal, exclude_self, window, query_offset, scale, enable_gqa,
-    return_diagnostics) and others (attn_mask, segment_ids, params); kept without others and with impl="auto"."""
+    return_diagnostics) and others (attn_mask, segment_ids, params). It is kept if there are no others and impl is
+    "auto"."""
     attn_mask, segment_ids, params = others
     plain = impl == "auto" and attn_mask is None and segment_ids is None and params is None
     signature, plans = _signature(spec, tensors, options) if plain else None, dispatch.plans

@@ -120,7 +120,8 @@ def _ids(call: str, name: str, ends: Tensor, of: Tensor | int | None) -> Tensor:
 
 
 def _padded(name: str, ends: Tensor, longest: int | None, total: int) -> tuple[Tensor, Tensor]:
-    """Return (the packed position of each place of a padded batch [N, L], which are real); `name` is that of L."""
+    """Return (the packed position of each place of a padded batch [N, L], which places are real); `name` is that of
+    the argument `longest`."""
     lengths = ends.long().diff()
     if longest is None:
         longest = int(lengths.max()) if len(lengths) else 0

@@ -149,7 +149,8 @@ class _Work:
 
 
 def _running(start: Tensor, parts: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
-    """Return (start + the parts before each one [G, n, ...], start + all parts); the parts after if `backwards`."""
+    """Return (start and the sum of the parts before each one [G, n, ...], start and the sum of all); the parts after
+    each one if `backwards`."""
     if parts.shape[1] == 1:
         return start[:, None], start + parts[:, 0]
     before = torch.empty_like(parts)

@@ -22,9 +22,10 @@ class Linear:
         return None
 
     def supports(self, problem: Problem) -> str | None:
-        spec, hidden = problem.spec, problem.segments and (problem.device == "meta" or torch.compiler.is_compiling())
+        if not finite_features(problem.spec):  # of most specs
+            return "needs finite features: the linear kernel with the fixed rule, at degree 0"
+        hidden = problem.segments and (problem.device == "meta" or torch.compiler.is_compiling())
         unable = {
-            "needs finite features: the linear kernel with the fixed rule, at degree 0": not finite_features(spec),
             "needs a head": not problem.heads,
             "has first derivatives in reverse mode only, without torch.func transforms": problem.transformed,
             "has no row statistics: a sum over keys does not count them": problem.diagnostics,

@@ -232,7 +232,8 @@ def estimate(
 
 
 def _quotient(values: Tensor, mass: Tensor, small: Tensor) -> Tensor:
-    """Return values / mass, without gradient in rows whose sum of weights is so `small` that it would overflow."""
+    """Return values / mass, without gradient in rows whose sum of weights is so `small` that gradients divided by it
+    would overflow."""
     small, mass = small[..., None], mass[..., None]
     fixed = values.detach() / mass.detach()
     return torch.where(small, fixed, torch.where(small, 0, values) / torch.where(small, 1, mass))

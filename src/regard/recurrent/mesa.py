@@ -224,8 +224,12 @@ def _ridge(ridge: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the ridge as [B, H, 1 or Tq, D]."""
     checks.in_range(CALL, "ridge", ridge, low=0.0, high=torch.finfo(dtype).max, strict=True)
     batch, heads, queries, dim = query.shape
-    shapes = ((), (heads,), (heads, dim), (batch, heads, queries), (batch, heads, queries, dim))
-    each = ("", "per head", "and dimension", "per token", "and dimension")
-    sizes = dict(enumerate(zip(shapes, each, strict=True)))
+    sizes = {
+        0: ((), ""),
+        1: ((heads,), "per head"),
+        2: ((heads, dim), "and dimension"),
+        3: ((batch, heads, queries), "per token"),
+        4: ((batch, heads, queries, dim), "and dimension"),
+    }
     whole = arguments.four_axes(CALL, "ridge", ridge, sizes, dtype, query.device)
     return whole.expand(batch, heads, whole.shape[2], dim)

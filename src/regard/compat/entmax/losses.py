@@ -53,8 +53,9 @@ def entmax_bisect_loss(X: Tensor, target: Tensor, alpha: float | Tensor = 1.5, n
     alpha = 1 the loss is torch's cross entropy, which this function does not compute: a number raises an error, and
     rows of a tensor are NaN.
     """
-    call, one = "entmax_bisect_loss", not isinstance(alpha, Tensor) and alpha == 1
-    require(not one, call, "alpha is 1, where the loss is torch.nn.functional.cross_entropy; use that.")
+    call = "entmax_bisect_loss"
+    fits = isinstance(alpha, Tensor) or alpha != 1
+    require(fits, call, "alpha is 1, where the loss is torch.nn.functional.cross_entropy; use that.")
     return _loss(call, X, target, lambda z: entmax_bisect(z, alpha, -1, n_iter), alpha)
 
 

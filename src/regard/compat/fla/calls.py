@@ -38,7 +38,8 @@ def refuse(call: str, **given: Any) -> None:
 def check_shapes(
     call: str, q: Tensor, k: Tensor, v: Tensor, *, grouped: bool = False, channels: str = "", **numbers: Tensor | None
 ) -> None:
-    """Check q, k, v and the `numbers` per token [B, T, HV], `channels` [B, T, HV, K]. HV is H unless `grouped`."""
+    """Check q, k, v and the `numbers` per token [B, T, HV]; the one named `channels` is [B, T, HV, K]. HV is a multiple
+    of H if `grouped`, else H."""
     tensor(call, "q", q, "B", "T", "H", "K")
     batch, tokens, heads, dim = q.shape
     tensor(call, "k", k, batch, tokens, heads, dim, like=q, of="q")

@@ -31,7 +31,8 @@ class Solver(ABC):
 
 @torch.no_grad()
 def direct_solution(matrix: Tensor, right: Tensor, value: Tensor, status: Tensor, jitter: Any = None) -> Solved:
-    """Return the solution of `matrix` x = `right` with its residual |b - A x| / |b|, INACCURATE if that is large."""
+    """Return the direct solution `value` of `matrix` x = `right` with its residual |b - A x| / |b|,
+    INACCURATE instead of OK if that is large."""
     size = torch.linalg.vector_norm(right, dim=-1)
     left = torch.linalg.vector_norm(right - (matrix @ value[..., None])[..., 0], dim=-1)
     none = torch.zeros_like(size)

@@ -166,7 +166,8 @@ def weight_gradient(
     block: Block, tensors: Tensors, d: Tensors, p: Tensor, kept: Kept, g: Tensor, t: Tensor, again: Tensor
 ) -> tuple[Tensor, Tensor | None, bool]:
     """Return dL/dp [n, q, w], the derivative by the logarithm of the kernel weight [n, q, 1] or None, and whether a
-    solve failed. Add the gradients of v, x, y, ridge and probe to `d`. Rows `again` [n, q, 1] are in float64."""
+    system was not solved. Add the gradients of v, x, y, ridge and probe to `d`. Rows `again` [n, q, 1] are computed
+    in float64."""
     if not bool(again.any()):
         return _gradient(block, tensors, d, p, kept, g, t)
     # A row without weights adds nothing to `d`.

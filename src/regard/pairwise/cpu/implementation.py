@@ -55,7 +55,8 @@ def _broken() -> str | None:
 
 
 def unsupported(spec: Spec) -> str | None:
-    """Return None if the numba loops can compute `spec`, else why not; whether they load is not asked in graphs."""
+    """Return None if the numba loops can compute the weighting of `spec`, else why not; under compilation
+    without a look at whether numba can be imported."""
     weighting, rule = spec.weighting, spec.bandwidth
     if type(weighting) is not Ratio or type(rule) not in (Adaptive, Anchored, Fixed, Nearest):
         return 'supports only normalised kernels with a built-in thresholding rule and gradient="hard"'
@@ -225,7 +226,7 @@ def _bits(x: Tensor) -> Tensor:
 
 def _rows_of(*tensors: Tensor) -> list[Any]:
     """Return tensors [..., n] as arrays [R, n], which share their memory if it is contiguous."""
-    return _arrays(*(x.flatten(0, -2) for x in tensors))
+    return [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in _arrays(*tensors)]
 
 
 def _arrays(*tensors: Tensor) -> list[Any]:

@@ -67,7 +67,8 @@ TILES = Tiles(warps=4, stages=1)  # only block sizes are taken from the tile tab
 
 class Chunk(NamedTuple):
     """What a chunk read and writes: `read` and `value` float32 [R, L, Dv], weights and slots [R, L, H, k], gates [R, L]
-    (None: 1), `good` bool [R, L] (None: all), and the value `following` the chunk [R, 1, Dv] (None: not bound)."""
+    (None: 1), `good` bool [R, L] (None: all are). `following` [R, 1, Dv] is the value of the token after the chunk,
+    None if nothing is bound to it."""
 
     read: Tensor
     value: Tensor

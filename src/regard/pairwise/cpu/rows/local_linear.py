@@ -92,7 +92,8 @@ def _residual(y, center, index, corrections, right, ridge, value, b):
 @jit
 def _solve_dual(p, y, center, right, ridge, source, index, value, corrections, z, a, v, b, share):
     """Solve in the space of the weighted keys. Return whether that failed, and the variance sum_j p_j |y_j - m|^2, or
-    more if coordinates have own ridges. An empty source means none; the last five arguments are work space."""
+    more if coordinates have their own ridges. An empty source means none; the last five arguments are work
+    space."""
     zero, one, s, dim = p.dtype.type(0), p.dtype.type(1), index.shape[0], right.shape[0]
     z, a, v, plain = z[:s], a[:s, :s], v[:s], source.shape[0] == 0
     sign, spread = one if plain else -one, zero
