@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from regard.inspect import capture, run_with_hooks
 from regard.models import ICLMConfig, ICLMForCausalLM, count_parameters, match_parameters, parity_report
 from regard.models.iclm.parity import transformer_like
-from regard.nn import FunctionalGradient
+from regard.nn import FunctionalGradient, rotary_angles
 from regard.nn.functional_gradient import Pairs
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "iclm.md").read_text(encoding="utf-8")
@@ -52,6 +52,16 @@ def test_the_parity_report_says_what_can_be_equal():
     assert str(report).count("\n") == len(report.rows) + 3
     assert " ".join(str(parity_report()).split()) in " ".join(PAGE.split())  # the page wraps its lines
     refuses("unknown size 'huge', expected one of 'small', 'medium', 'large'", parity_report, "huge")
+
+
+@torch.no_grad()
+def test_a_block_takes_its_arguments_by_name():
+    block, phi = make("iclm").model.phi[0], torch.randn(2, T, SIZES["hidden_size"]).double()
+    head_dim = SIZES["hidden_size"] // SIZES["num_attention_heads"]
+    angles = rotary_angles(torch.arange(T)[None], head_dim, dtype=torch.float64)
+    out, weights = block(phi, angles=angles, mask=None, output_attentions=True)
+    assert out.shape == phi.shape
+    assert weights.shape[-2:] == (T, T)
 
 
 def test_matching_narrows_the_feed_forward_layer_on_f():

@@ -55,6 +55,7 @@ def test_gradient_checkpointing_changes_nothing(case):
         model(tokens, attention_mask=mask, labels=tokens).loss.backward()
         same_by_path(gradients(model), expected, 1e-12)
         refuses("gradient checkpointing", model, tokens, use_cache=True)
+        refuses("expected a transformers Cache", model, tokens, cache=5)
     assert model.eval()(tokens, use_cache=True).past_key_values is not None
 
 

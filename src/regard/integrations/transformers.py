@@ -82,7 +82,8 @@ def register(*specs: Spec | str, **named: Spec | str) -> list[str]:
     May be called again, which also registers presets that have been added since.
 
     Args:
-        specs: named "regard_" and their text without spaces, such as "regard_biweight*anchored(margin=2)".
+        specs: specs, named "regard_" and their text without spaces: `register("biweight*anchored(margin=2)")` registers
+            "regard_biweight*anchored(margin=2)".
         named: specs by name: `register(sharp="biweight*anchored(margin=0.5)")` registers "regard_sharp".
 
     Returns:

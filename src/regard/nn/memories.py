@@ -12,7 +12,8 @@ from ..registry import Registry
 
 
 class MemoryLayer(nn.Module):
-    """A module `cls(hidden_size, **options)`, added to the residual stream (docs/protocols/memory-layer.md).
+    """A module `cls(hidden_size, **options)` whose output is added to the residual stream
+    (docs/protocols/memory-layer.md).
 
     It is called with hidden [B, T, C], `mask` (boolean [B, T], true where a token is real; None: all), `state` (of the
     previous call, or None) and, if `honours_segments`, `segment_ids` (integers [B or 1, T], documents packed into a

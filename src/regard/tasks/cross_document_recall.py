@@ -109,7 +109,8 @@ class CrossDocumentRecall(Stackable[RecallExamples]):
         return (prediction != example.answers).double()
 
     def oracle(self, example: RecallExamples) -> Tensor:
-        """Return the last value of each key, else the first value token: int64 [..., D, R, P], in O(D R P) time."""
+        """Return the value that was last read for each key, or the first value token if there is none: int64
+        [..., D, R, P], in O(D R P) time."""
         keys, answers = (x.reshape(-1, x.shape[-3:].numel()) for x in (example.keys, example.answers))
         known = keys.new_full((len(keys), self.keys), self.keys)
         rows, predictions = torch.arange(len(keys), device=keys.device), []

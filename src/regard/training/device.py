@@ -112,7 +112,8 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return a sharded model's state as whole tensors on the CPU, tied ones once, else None. All processes call it."""
+    """Return the state dict of a sharded model as whole tensors on the CPU, tied ones once; None for other models.
+    All processes must call it together."""
     if not is_sharded(model):
         return None
     named = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}

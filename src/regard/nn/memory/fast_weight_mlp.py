@@ -1,4 +1,5 @@
-"""A memory layer, a SwiGLU network written while read: FwMLP, FwPKM's dense counterpart (arXiv:2601.00671, appendix A).
+"""A memory layer that is a SwiGLU network, written while it is read: FwMLP, the dense counterpart of FwPKM
+(arXiv:2601.00671, appendix A).
 
 Shapes: B batch, T tokens, C model width, Din width of a query, F of the inner layer, Dv of a value.
 """

@@ -1,4 +1,5 @@
-"""A memory layer of n^2 slots, written while read: Fast-weight Product Key Memory (FwPKM; arXiv:2601.00671, section 3).
+"""A memory layer of n^2 slots that is written while it is read: Fast-weight Product Key Memory (FwPKM;
+arXiv:2601.00671, section 3).
 
 Shapes: B batch, T tokens, C model width, H heads, n sub-keys of a half, N = n^2 slots, k slots read by a head, Dk width
 of a query (two halves), Dv of a value.
