@@ -150,7 +150,7 @@ def recall(draw: Draw) -> Arguments:
 
 @public("NeedleInHaystack", tasks.NeedleInHaystack)
 def needle(draw: Draw) -> Arguments:
-    listed = lambda v: isinstance(v, (list, tuple, str, bytes)) and len(v) > 0  # noqa: E731
+    listed = lambda v: isinstance(v, (list, tuple, str)) and len(v) > 0 and isinstance(v[0], str)  # noqa: E731
     templates = ("{key}", "{value} {key}", "{key {value}", "{key} {value} {x}", "{key} {value} {")
     return arguments(
         text=(["a", "b", "c"], Kind(test=listed)),
