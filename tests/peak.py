@@ -1,5 +1,5 @@
-"""Peak memory of a call, measured in a fresh process. glibc is told to give freed blocks back at once: what it keeps
-otherwise differs from run to run and says nothing about what a pass needs."""
+"""Measure the peak memory of a call in a fresh process, in which glibc returns freed blocks at once; otherwise results
+vary between runs."""
 
 import sys
 
