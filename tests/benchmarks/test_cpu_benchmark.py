@@ -84,7 +84,8 @@ def test_a_part_says_where_it_comes_from_and_its_medians_are_those_of_its_sample
     assert origin["versions"]["torch"] == torch.__version__
     assert set(origin["versions"]) == {"python", "regard", "torch", "numba", "entmax", "transformers"}
     assert origin["memory_environment"]["MALLOC_MMAP_THRESHOLD_"] == "131072"
-    assert all(origin[name] for name in ("date", "cpu", "cores", "load", "seconds"))
+    assert all(origin[name] for name in ("date", "cpu", "cores", "load"))
+    assert origin["seconds"] >= 0  # rounded: a quick part may take less than 0.05
     assert isinstance(origin["commit"], str)
     for baseline, contestants in cells(found, part):
         base = contestants[baseline]["raw_ms"]
